@@ -1,0 +1,182 @@
+"""The run record: one directory a run, append-only JSON lines, and nothing else decides what happened in it.
+
+::
+
+    RUN/
+      config.json       the resolved configuration, every field (written once, compared on a restart)
+      versions.json     what it ran on: Python and package versions, platform, devices (informative only)
+      updates.jsonl     one line an update (`UPDATE_COLUMNS`)
+      attention.jsonl   one line an (update, layer, head, quantity) (`ATTENTION_COLUMNS`)
+      layers.jsonl      one line an (update, layer) (`LAYER_COLUMNS`)
+      timing.jsonl      one line an update (`TIMING_COLUMNS`): wall clock, the only table that two runs do not share bit for bit
+      checkpoints/      parameters, optimizer state, data position and update number
+      probe/            what was measured offline on a checkpoint (written by `sens probe`)
+
+Every table reads in one line: ``polars.read_ndjson(path)`` or ``pandas.read_json(path, lines=True)``.
+Updates count from 1; what is recorded at update ``u`` about parameters is measured after ``u`` updates, on the last
+micro-batch of update ``u``, so that it can be measured again from a checkpoint of the same number.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+QUANTITIES = ("entropy", "p_max", "prefix", "lower", "upper", "width")
+"""Per-row quantities: normalised entropy, largest entry, prefix certificate, the two ends of theta's bracket, upper - lower."""
+
+STATISTICS = ("mean", "min", "p5", "p25", "median", "p75", "p95", "max")
+"""Statistics over rows, in the order in which they are recorded."""
+
+UPDATE_COLUMNS: Mapping[str, Any] = {
+    "update": pl.Int64,
+    "loss": pl.Float64,  # mean cross-entropy per token over exactly this update's micro-batches, nats
+    "grad_norm": pl.Float64,  # global norm of the accumulated gradient before clipping
+    "learning_rate": pl.Float64,
+    "tokens": pl.Int64,  # seen so far, this update included
+}
+ATTENTION_COLUMNS: Mapping[str, Any] = {
+    "update": pl.Int64,
+    "layer": pl.Int64,
+    "head": pl.Int64,  # null: pooled over heads, as the paper does
+    "quantity": pl.String,  # one of QUANTITIES
+    "count": pl.Int64,  # rows that went in (rows of support 1 have no entropy)
+    **dict.fromkeys(STATISTICS, pl.Float64),
+}
+LAYER_COLUMNS: Mapping[str, Any] = {
+    "update": pl.Int64,
+    "layer": pl.Int64,
+    "grad_norm": pl.Float64,  # norm of this block's accumulated parameter gradient before clipping
+    "residual_rms": pl.Float64,  # root mean square of the residual stream that enters the block
+    "norm_query": pl.Float64,  # spectral norms of the whole projection matrices
+    "norm_key": pl.Float64,
+    "norm_value": pl.Float64,
+    "norm_out": pl.Float64,
+    "a_attention": pl.Float64,  # max over tokens of ||gamma||_inf / sigma(y): the a_{k,i} of Corollary A.3,
+    "a_ffn": pl.Float64,  # for the LayerNorm of the attention and of the FFN sublayer
+}
+TIMING_COLUMNS: Mapping[str, Any] = {
+    "update": pl.Int64,
+    "seconds": pl.Float64,  # of this update, its record and its telemetry included
+    "tokens_per_second": pl.Float64,
+}
+TABLES: Mapping[str, Mapping[str, Any]] = {
+    "updates": UPDATE_COLUMNS,
+    "attention": ATTENTION_COLUMNS,
+    "layers": LAYER_COLUMNS,
+    "timing": TIMING_COLUMNS,
+}
+
+
+class RecordError(ValueError):
+    """A run directory that is missing, not ours, or made by another configuration."""
+
+
+def _path(run: Path, table: str) -> Path:
+    return run / f"{table}.jsonl"
+
+
+def append(run: Path, table: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows to a table in one write; every row must have exactly the table's columns."""
+    columns = TABLES[table]
+    lines = []
+    for row in rows:
+        if row.keys() != columns.keys():
+            raise RecordError(f"table {table!r} wants columns {sorted(columns)}, got {sorted(row)}")
+        lines.append(json.dumps(dict(row)))
+    if lines:
+        with _path(run, table).open("a", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+
+
+def truncate(run: Path, update: int) -> None:
+    """Forget what was recorded after `update` (and a last line torn by a crash), so that a restart continues the record.
+
+    Each file is replaced in one step: a second crash leaves either the old or the new one.
+    """
+    for table in TABLES:
+        path = _path(run, table)
+        if not path.exists():
+            continue
+        kept = []
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                if not line.endswith("\n") or json.loads(line)["update"] > update:
+                    break
+                kept.append(line)
+        write_text(path, "".join(kept))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file so that a reader, or a crash, sees the old content or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` of indented JSON."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The run's resolved configuration; an error that names the directory if there is none."""
+    path = run / "config.json"
+    if not run.is_dir():
+        raise RecordError(f"{run}: no such run directory")
+    if not path.is_file():
+        raise RecordError(f"{run}: not a run directory (it has no config.json)")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{path}: not JSON ({error}); it is written once when a run starts and is never edited") from error
+
+
+def read_table(run: Path, table: str) -> pl.DataFrame:
+    """One table as a polars frame with the schema above; empty if nothing was recorded yet."""
+    path = _path(run, table)
+    if not path.is_file() or path.stat().st_size == 0:
+        return pl.DataFrame(schema=dict(TABLES[table]))
+    return pl.read_ndjson(path, schema=dict(TABLES[table]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run read back: its directory, configuration and tables."""
+
+    path: Path
+    config: dict[str, Any]
+    updates: pl.DataFrame
+    attention: pl.DataFrame
+    layers: pl.DataFrame
+    timing: pl.DataFrame
+
+    @property
+    def placement(self) -> str:
+        return self.config["model"]["placement"]
+
+    @property
+    def seed(self) -> int:
+        return self.config["train"]["seed"]
+
+    @property
+    def label(self) -> str:
+        return f"{self.placement}-LN, seed {self.seed}"
+
+
+def read_run(path: Path) -> Run:
+    """Read a run directory (`RecordError` if it is none)."""
+    config = read_config(path)
+    return Run(path=path, config=config, **{table: read_table(path, table) for table in TABLES})
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read several runs, pre-LN first, then by seed."""
+    return sorted((read_run(path) for path in paths), key=lambda run: (run.placement != "pre", run.seed))

@@ -1,0 +1,158 @@
+"""The transformer as pure functions of (configuration, parameters, input).
+
+Parameters are a nested dict of arrays::
+
+    {"ends": {"tokens", "positions", "norm_final"}, "blocks": {"norm_attention", "attention", "norm_ffn", "ffn"}}
+
+in which every array under `blocks` has a leading layer axis: the depth is scanned, so compile time does not grow with it.
+`layer(params, l)` cuts out one block; the sublayer functions take that, and are what Jacobian probes differentiate.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from models.config import ModelConfig
+from models.layers import Block, Ends
+
+Params = dict[str, Any]
+
+
+def _pure(module: nnx.Module) -> Params:
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+@functools.cache
+def _graphdef(config: ModelConfig, module: type[Block] | type[Ends]) -> nnx.GraphDef:
+    """The static half of a module, made without allocating a parameter."""
+    return nnx.graphdef(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))
+
+
+def _block(config: ModelConfig, block_params: Params) -> Block:
+    return nnx.merge(_graphdef(config, Block), block_params)
+
+
+def _ends(config: ModelConfig, params: Params) -> Ends:
+    return nnx.merge(_graphdef(config, Ends), params["ends"])
+
+
+def init(config: ModelConfig, key: PRNGKeyArray) -> Params:
+    """Random parameters, float32: N(0, init_std^2), output projections divided by sqrt(2 n_layer), gamma 1, beta 0."""
+    key_ends, key_blocks = jax.random.split(key)
+    keys = jax.random.split(key_blocks, config.n_layer)
+    return {
+        "ends": _pure(Ends(config, rngs=nnx.Rngs(key_ends))),
+        "blocks": jax.vmap(lambda k: _pure(Block(config, rngs=nnx.Rngs(k))))(keys),
+    }
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Number of parameters, from shapes alone (the tied head counts once)."""
+    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def layer(params: Params, index: int | Int[Array, ""]) -> Params:
+    """One block's parameters."""
+    return jax.tree.map(lambda leaf: leaf[index], params["blocks"])
+
+
+def embed(config: ModelConfig, params: Params, tokens: Int[Array, "*b t"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
+    """The residual stream that enters block 0."""
+    return _ends(config, params).embed(tokens, key)
+
+
+def logits(config: ModelConfig, params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b t v"]:
+    """From the residual stream that leaves the last block to logits."""
+    return _ends(config, params).logits(x)
+
+
+def block(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
+    """One block, as a map of the residual stream."""
+    return _block(config, block_params)(x, key)
+
+
+def attention_sublayer(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
+    """The attention half of a block with its residual and LayerNorm, in evaluation mode."""
+    return _block(config, block_params).attention_sublayer(x)
+
+
+def ffn_sublayer(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
+    """The FFN half of a block with its residual and LayerNorm, in evaluation mode."""
+    return _block(config, block_params).ffn_sublayer(x)
+
+
+def attention(config: ModelConfig, block_params: Params, u: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
+    """`MHA(U)` alone, in evaluation mode (dropout off): the map that Theorem 4.1 bounds."""
+    return _block(config, block_params).attention(u)
+
+
+def ffn(config: ModelConfig, block_params: Params, u: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
+    """`FFN(U)` alone, in evaluation mode."""
+    return _block(config, block_params).ffn(u)
+
+
+def norm_attention(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
+    """The LayerNorm of the attention sublayer."""
+    return _block(config, block_params).norm_attention(x)
+
+
+def norm_ffn(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
+    """The LayerNorm of the FFN sublayer."""
+    return _block(config, block_params).norm_ffn(x)
+
+
+def attention_input(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
+    """What the attention of a block sees of its residual stream: `LN(X)` for pre-LN, `X` for post-LN."""
+    return norm_attention(config, block_params, x) if config.placement == "pre" else x
+
+
+def attention_weights(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b h t t"]:
+    """A block's attention rows, in evaluation mode, from the residual stream that enters it."""
+    return _block(config, block_params).attention.weights(attention_input(config, block_params, x))
+
+
+def scan_blocks(
+    config: ModelConfig,
+    params: Params,
+    x: Float[Array, "*b t d"],
+    key: PRNGKeyArray | None = None,
+    *,
+    remat: bool = False,
+    collect: Callable[[Params, Float[Array, "*b t d"]], Any] | None = None,
+) -> tuple[Float[Array, "*b t d"], Any]:
+    """All blocks in order.
+
+    Returns the stream that leaves the last one, and `collect(block_params, x)` of every block and the stream that enters
+    it, stacked over layers (None without `collect`). With `remat` the backward pass computes each block again instead
+    of storing its inside.
+    """
+
+    def body(x, block_and_key):
+        block_params, block_key = block_and_key
+        collected = None if collect is None else collect(block_params, x)
+        return block(config, block_params, x, block_key), collected
+
+    keys = None if key is None else jax.random.split(key, config.n_layer)
+    step = jax.checkpoint(body, prevent_cse=False) if remat else body  # inside a scan no guard against CSE is needed
+    return jax.lax.scan(step, x, (params["blocks"], keys))
+
+
+def apply(
+    config: ModelConfig, params: Params, tokens: Int[Array, "*b t"], key: PRNGKeyArray | None = None, *, remat: bool = False
+) -> Float[Array, "*b t v"]:
+    """Logits of every position; with a key in training mode (dropout), without in evaluation mode."""
+    key_embed, key_blocks = (None, None) if key is None else jax.random.split(key)
+    x, _ = scan_blocks(config, params, embed(config, params, tokens, key_embed), key_blocks, remat=remat)
+    return logits(config, params, x)
+
+
+def hidden_states(config: ModelConfig, params: Params, tokens: Int[Array, "*b t"]) -> Float[Array, "n_plus_1 *b t d"]:
+    """The residual stream that enters each block, and the one that leaves the last: `n_layer + 1` of them."""
+    x, entering = scan_blocks(config, params, embed(config, params, tokens), collect=lambda _, x: x)
+    return jnp.concatenate([entering, x[None]])

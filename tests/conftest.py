@@ -1,0 +1,32 @@
+"""Strictness for every test: no implicit promotion of dtype or rank, axes checked at run time, x64 as the leg says.
+
+`make test` runs two legs: JAX_ENABLE_X64=1 over everything, JAX_ENABLE_X64=0 over the tests marked `float32`.
+"""
+
+import os
+
+os.environ.setdefault("JAX_ENABLE_X64", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", ".jax_cache")
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A generator of its own for each test: the order of tests changes nothing."""
+    return np.random.default_rng(20260218)
+
+
+@pytest.fixture(params=[np.float32, np.float64], ids=["float32", "float64"])
+def dtype(request) -> type:
+    """Both supported dtypes; float64 only where x64 is on."""
+    if request.param is np.float64 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        pytest.skip("x64 is off in this leg")
+    return request.param
