@@ -37,7 +37,7 @@ def _checked(path: Path, frame: pl.DataFrame, columns: Mapping[str, Any]) -> pl.
     missing = columns.keys() - set(frame.columns)
     if missing:
         raise RecordError(f"{path}: lacks the columns {sorted(missing)}; measure it again with `sens probe`")
-    return frame.select(columns.keys()).cast(dict(columns))
+    return frame.select(columns.keys()).cast(pl.Schema(columns))
 
 
 def read_rows(run: Run) -> pl.DataFrame | None:
@@ -94,7 +94,9 @@ def read_verification(path: Path) -> Verification | None:
         return None
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-        checks = [Check(**{field.name: check[field.name] for field in dataclasses.fields(Check)}) for check in value["checks"]]
+        checks = [
+            Check(**{field.name: check[field.name] for field in dataclasses.fields(Check)}) for check in value["checks"]
+        ]
         verification = Verification(float(value["tolerance"]), checks)
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{path}: not the result of `sens verify` ({_line(error)})") from error

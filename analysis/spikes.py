@@ -21,7 +21,7 @@ def spikes(updates: pl.DataFrame) -> pl.DataFrame:
     Spike at ``u > 10``:  ``g_u > 2 median(g_{max(1, u - 50)}, ..., g_{u - 1})``,  ``g`` the norm before clipping.
 
     Raises:
-      RecordError: if the updates are not 1, 2, 3, ... or one has no gradient norm: the median would be of other updates.
+      RecordError: if the updates are not 1, 2, 3, ... or one has no gradient norm.
 
     >>> norms = [1.0] * 12 + [2.0, 2.1]
     >>> table = pl.DataFrame({"update": range(1, 15), "grad_norm": norms})
@@ -38,6 +38,6 @@ def spikes(updates: pl.DataFrame) -> pl.DataFrame:
 
 
 def shared_spikes(runs: Sequence[Run]) -> list[int]:
-    """Updates that are spikes in every run: all runs see the same data in the same order, so these may be the data's."""
+    """Updates that are spikes in every run: they see the same data in the same order, so it may be the data."""
     found = [set(spikes(run.updates)["update"].to_list()) for run in runs]
     return sorted(set.intersection(*found)) if found else []

@@ -25,7 +25,7 @@ def centre(run: Run, quantity: str, statistic: str) -> pl.DataFrame:
 def envelope(
     runs: Sequence[Run], low: str, high: str, *, low_statistic: str = "p5", high_statistic: str = "p95"
 ) -> pl.DataFrame:
-    """Columns `update`, `low`, `high`: least per-layer `low_statistic` of quantity `low`, greatest `high_statistic` of `high`."""
+    """Columns `update`, `low`, `high`: over sampled layers and runs, least of quantity `low`, greatest of `high`."""
 
     def extreme(quantity: str, value: pl.Expr, name: str) -> pl.DataFrame:
         rows = pl.concat([pooled(run, quantity) for run in runs])
