@@ -1,0 +1,422 @@
+"""From text to batches: tokens packed into shards on disk, read back as one endless stream of windows.
+
+A data set is a directory::
+
+    DATA/
+      shard-00000.bin ...   token ids, little-endian uint16 (uint32 if the vocabulary needs it), nothing else
+      tokenizer.json        the tokenizer, unless it is `bytes`
+      index.json            what is in the shards (`Index`); written last: without it the data set is unfinished
+      unfinished.json       the same for the shards done so far, while `prepare` is at work
+
+The *stream* is every document in the source's order, each followed by the end-of-text token: nothing is dropped,
+nothing is padded. Example ``i`` of a context of ``T`` is ``stream[i T : i T + T + 1]``: inputs and, one
+further, targets. Every token is the target of one example, and the last example wraps around to the stream's beginning.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Int32
+
+from analysis.records import write_json
+from train import tokenizer as tokenizers
+from train.text import DataError, Source, open_source
+from train.tokenizer import Ids, Tokenizer
+
+if TYPE_CHECKING:
+    import grain
+
+FORMAT = "sens tokens 1"
+INDEX, UNFINISHED, LOCK = "index.json", "unfinished.json", ".lock"
+SHARD_TOKENS = 2**25
+"""A shard ends with the document that reaches this many tokens: about a minute of work that a crash can cost."""
+
+_BATCH_BYTES = 2**22  # text tokenised at a time: enough to keep every core at work, small beside a shard
+_SAMPLE_BYTES = 2**20  # text that tells tokens per byte before starting
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes of text done and an estimate of all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One file of tokens."""
+
+    file: str
+    tokens: int
+    documents: int
+    sha256: str
+    """Of the file."""
+    text_bytes: int
+    text_sha256: str
+    """Of the documents that went in: an interrupted preparation continues only from the same text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """What a data set holds and what it was made from."""
+
+    format: str
+    source: str
+    source_digest: str
+    tokenizer: str
+    """The spec it was asked for by."""
+    tokenizer_digest: str
+    vocab_size: int
+    end_of_text: int
+    dtype: str
+    shards: tuple[Shard, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+
+def prepare(
+    source: str,
+    tokenizer: str,
+    out: Path,
+    *,
+    column: str = "text",
+    shard_tokens: int = SHARD_TOKENS,
+    progress: Progress = lambda done, total: None,
+) -> Index:
+    """Tokenise a source (`train.text.open_source`) with a tokenizer (`train.tokenizer`) into the data set `out`.
+
+    Finished data sets of the same source and tokenizer are returned at once. Killed at any moment and called again it
+    keeps the finished shards and ends with the same files. Several processes may call it at once: one works, the
+    others wait. Raises `DataError` if `out` holds something else, if the disk has not the room (estimated from a
+    sample before starting), or if the source cannot be read.
+    """
+    corpus = open_source(source, column)
+    size = tokenizers.trained_size(tokenizer)
+    ready = tokenizers.load(tokenizer) if size is None else None
+    out.mkdir(parents=True, exist_ok=True)
+    with _locked(out):
+        if (out / INDEX).is_file():
+            index = read_index(out)
+            _check_origin(index, out, corpus, tokenizer, ready)
+            return index
+        if (out / UNFINISHED).is_file():
+            index = _read(out / UNFINISHED)
+            _check_origin(index, out, corpus, tokenizer, ready)
+            _check_sizes(index, out)
+            ready = load_tokenizer(index, out)
+        else:
+            _check_empty(out)
+            if size is not None:
+                ready = tokenizers.train(corpus.documents(), size)
+            assert ready is not None
+            if isinstance(ready, tokenizers.BPETokenizer):
+                ready.save(out / tokenizers.FILE)
+            index = _new_index(corpus, tokenizer, ready)
+            _write(index, out / UNFINISHED)
+        _check_space(out, corpus, ready, index)
+        return _tokenise(out, corpus, ready, index, shard_tokens, progress)
+
+
+def read_index(directory: Path) -> Index:
+    """The index of a finished data set whose shards are all there at their full size; `DataError` otherwise."""
+    if not directory.is_dir():
+        raise DataError(f"{directory}: no such data set")
+    if not (directory / INDEX).is_file():
+        why = "unfinished; prepare it again to continue" if (directory / UNFINISHED).is_file() else "no index.json"
+        raise DataError(f"{directory}: not a data set ({why})")
+    index = _read(directory / INDEX)
+    _check_sizes(index, directory)
+    return index
+
+
+def load_tokenizer(index: Index, directory: Path) -> Tokenizer:
+    """The tokenizer that made a data set, from the copy beside its shards."""
+    ready = tokenizers.load("bytes" if index.tokenizer == "bytes" else str(directory / tokenizers.FILE))
+    if ready.digest != index.tokenizer_digest:
+        raise DataError(f"{directory / tokenizers.FILE}: changed since the data set was made; prepare it anew")
+    return ready
+
+
+class TokenDataset:
+    """Random access to the windows of a data set; only what is read comes into memory.
+
+    `verify` compares the hash of every shard (about a second a gigabyte); sizes are always compared.
+    """
+
+    def __init__(self, directory: Path, context: int, *, verify: bool = False) -> None:
+        self.directory, self.context = directory, context
+        self.index = read_index(directory)
+        if context < 1:
+            raise ValueError(f"context must be at least 1, got {context}")
+        if self.index.tokens < context:
+            raise DataError(f"{directory}: {self.index.tokens} tokens are fewer than one context of {context}")
+        paths = [directory / shard.file for shard in self.index.shards]
+        if verify:
+            for path, shard in zip(paths, self.index.shards, strict=True):
+                with path.open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                if found != shard.sha256:
+                    raise DataError(f"{path}: changed since it was written (sha256 {found}, index {shard.sha256})")
+        self._shards = [np.memmap(path, self.index.dtype, "r") for path in paths]
+        self._ends = np.cumsum([shard.tokens for shard in self.index.shards])
+
+    def __len__(self) -> int:
+        return math.ceil(self.index.tokens / self.context)
+
+    def __getitem__(self, index: int) -> Int32[np.ndarray, " T+1"]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        return self.read(int(index) * self.context, self.context + 1)
+
+    def read(self, start: int, count: int) -> Int32[np.ndarray, " count"]:
+        """`count` tokens of the stream from position `start`, going around at its end."""
+        parts = []
+        position = start
+        while (left := count - (position - start)) > 0:
+            within = position % self.index.tokens
+            number = int(np.searchsorted(self._ends, within, side="right"))
+            shard = self._shards[number]
+            offset = within - (int(self._ends[number]) - len(shard))
+            parts.append(shard[offset : offset + left])
+            position += len(parts[-1])
+        tokens = np.concatenate(parts)
+        if tokens.size and tokens.max() >= self.index.vocab_size:  # an embedding would clamp it without a word
+            worst = int(tokens.argmax())
+            raise DataError(
+                f"{self.directory}: token id {tokens[worst]} at position {(start + worst) % self.index.tokens}"
+                f" of the stream, but the vocabulary has {self.index.vocab_size}; prepare the data set anew"
+            )
+        return tokens.astype(np.int32)
+
+
+def batches(
+    source: TokenDataset,
+    *,
+    micro_batch: int,
+    accumulation: int,
+    start_update: int = 0,
+    data_seed: int | None = None,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> "grain.DatasetIterator[np.ndarray]":
+    """The endless batches of a run, `[accumulation, micro_batch / process_count, T + 1]` an update.
+
+    The order is the stream's own (as in the paper), or with `data_seed` another permutation every epoch; no training
+    seed enters. Epochs follow each other without a seam: a batch may hold the end of one and the beginning of the next.
+    The processes' parts, joined along the second axis, are the same global batch for any number of processes.
+    The iterator's whole state is the number of the next update, ``{"next_index": n}``; close it when done.
+    """
+    import grain
+
+    for name, value, least in (
+        ("micro_batch", micro_batch, 1),
+        ("accumulation", accumulation, 1),
+        ("start_update", start_update, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index must be in [0, {process_count}), got {process_index}")
+    if micro_batch % process_count:
+        raise ValueError(f"a micro-batch of {micro_batch} does not divide among {process_count} processes")
+    data = grain.MapDataset.source(source)
+    if data_seed is not None:
+        data = data.seed(data_seed).shuffle()
+    data = data.repeat().batch(micro_batch // process_count, drop_remainder=True)
+    data = data[process_index::process_count].batch(accumulation, drop_remainder=True)
+    # No threads: a window is a memory copy, and handing it over costs more than making it.
+    iterator = iter(data.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+    iterator.set_state({"next_index": start_update})
+    return iterator
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Only one process at a time; the system lifts the lock of a killed one."""
+    with (out / LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _check_origin(index: Index, out: Path, corpus: Source, spec: str, ready: Tokenizer | None) -> None:
+    """Refuse a directory that was made from another source or by another tokenizer."""
+    # A trained tokenizer is named by its spec: the source decides the rest.
+    same_tokenizer = index.tokenizer == spec if ready is None else index.tokenizer_digest == ready.digest
+    if index.source_digest != corpus.digest or not same_tokenizer:
+        raise DataError(
+            f"{out}: already holds {index.source} in {index.tokenizer}, not {corpus.name} in {spec}"
+            " as it is now; choose another directory or remove this one"
+        )
+
+
+def _check_empty(out: Path) -> None:
+    foreign = [
+        path.name for path in out.iterdir() if path.name not in (LOCK, tokenizers.FILE) and path.suffix != ".tmp"
+    ]
+    if foreign:
+        raise DataError(f"{out}: holds other files ({min(foreign)}); choose an empty or a new directory")
+
+
+def _new_index(corpus: Source, spec: str, ready: Tokenizer) -> Index:
+    dtype = "<u2" if ready.vocab_size <= 2**16 else "<u4"
+    return Index(
+        format=FORMAT,
+        source=corpus.name,
+        source_digest=corpus.digest,
+        tokenizer=spec,
+        tokenizer_digest=ready.digest,
+        vocab_size=ready.vocab_size,
+        end_of_text=ready.end_of_text,
+        dtype=dtype,
+        shards=(),
+    )
+
+
+def _write(index: Index, path: Path) -> None:
+    write_json(path, {**dataclasses.asdict(index), "tokens": index.tokens, "documents": index.documents})
+
+
+def _read(path: Path) -> Index:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if fields["format"] != FORMAT:
+            raise DataError(f"{path}: format {fields['format']!r}, this version reads {FORMAT!r}")
+        names = {field.name for field in dataclasses.fields(Index)}
+        shards = tuple(Shard(**shard) for shard in fields["shards"])
+        return Index(**{**{name: fields[name] for name in names}, "shards": shards})
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not the index of a data set ({type(error).__name__}: {error})") from error
+
+
+def _check_sizes(index: Index, directory: Path) -> None:
+    for shard in index.shards:
+        path = directory / shard.file
+        expected = shard.tokens * np.dtype(index.dtype).itemsize
+        found = path.stat().st_size if path.is_file() else None
+        if found is None:
+            raise DataError(f"{path}: missing; remove the data set and prepare it anew")
+        if found != expected:
+            raise DataError(
+                f"{path}: {found} bytes where the index says {expected}; remove the data set and prepare anew"
+            )
+
+
+def _check_space(out: Path, corpus: Source, ready: Tokenizer, index: Index) -> None:
+    """Refuse to start what the disk cannot hold, judged by the tokens per byte of the source's beginning."""
+    sample = next(_grouped(corpus.documents(), _SAMPLE_BYTES))
+    tokens = sum(len(ids) + 1 for ids in ready.encode_batch(sample))
+    ahead = max(corpus.text_bytes - sum(shard.text_bytes for shard in index.shards), 0)
+    # The whole sample may be empty documents: then the text is as many bytes as there are.
+    ratio = tokens / max(sum(len(document.encode()) for document in sample), 1)
+    needed = round(ahead * ratio * np.dtype(index.dtype).itemsize)
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise DataError(f"{out}: no space: about {needed / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free")
+
+
+def _tokenise(
+    out: Path, corpus: Source, ready: Tokenizer, index: Index, shard_tokens: int, progress: Progress
+) -> Index:
+    documents = corpus.documents()
+    for shard in index.shards:
+        _skip(documents, shard, corpus.name)
+    encoded = _encode(documents, ready)
+    while True:
+        done = sum(shard.text_bytes for shard in index.shards)
+        progress(done, max(corpus.text_bytes, done))
+        try:
+            shard = _write_shard(
+                out / f"shard-{len(index.shards):05d}.bin",
+                encoded,
+                index,
+                shard_tokens,
+                lambda more, done=done: progress(done + more, max(corpus.text_bytes, done + more)),
+            )
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise DataError(
+                f"{out}: {error.strerror} after {len(index.shards)} shards, which stay; make room and call again"
+            ) from error
+        if shard is None:
+            break
+        index = dataclasses.replace(index, shards=(*index.shards, shard))
+        _write(index, out / UNFINISHED)
+    (out / UNFINISHED).replace(out / INDEX)
+    return index
+
+
+def _skip(documents: Iterator[str], shard: Shard, name: str) -> None:
+    """Go past the documents of a finished shard, making sure that they are the ones that went in."""
+    text = hashlib.sha256()
+    for document in itertools.islice(documents, shard.documents):
+        _feed(text, document.encode())
+    if text.hexdigest() != shard.text_sha256:
+        raise DataError(f"{name}: the text of {shard.file} changed since; remove the data set and prepare it anew")
+
+
+def _feed(text: "hashlib._Hash", document: bytes) -> None:
+    text.update(document)
+    text.update(b"\xff")  # in no UTF-8 text: keeps documents apart
+
+
+def _grouped(documents: Iterable[str], size: int) -> Iterator[list[str]]:
+    """Documents in lists of about `size` characters."""
+    group, characters = [], 0
+    for document in documents:
+        group.append(document)
+        characters += len(document)
+        if characters >= size:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
+
+
+def _encode(documents: Iterator[str], ready: Tokenizer) -> Iterator[tuple[str, Ids]]:
+    """Each document with its ids; one list at a time goes through all cores."""
+    for group in _grouped(documents, _BATCH_BYTES):
+        yield from zip(group, ready.encode_batch(group), strict=True)
+
+
+def _write_shard(
+    path: Path, encoded: Iterator[tuple[str, Ids]], index: Index, shard_tokens: int, progress: Callable[[int], None]
+) -> Shard | None:
+    """The next shard, under its name only when it is whole; None when the source is exhausted."""
+    tokens = documents = text_bytes = 0
+    content, text = hashlib.sha256(), hashlib.sha256()
+    temporary = path.with_suffix(".tmp")
+    try:
+        with temporary.open("wb") as file:
+            for document, ids in encoded:
+                data = np.append(ids, index.end_of_text).astype(index.dtype).tobytes()
+                file.write(data)
+                content.update(data)
+                raw = document.encode()
+                _feed(text, raw)
+                tokens, documents, text_bytes = tokens + len(ids) + 1, documents + 1, text_bytes + len(raw)
+                progress(text_bytes)
+                if tokens >= shard_tokens:
+                    break
+            file.flush()
+            os.fsync(file.fileno())
+        if not documents:
+            return None
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return Shard(path.name, tokens, documents, content.hexdigest(), text_bytes, text.hexdigest())
