@@ -1,0 +1,21 @@
+"""Exact attention sensitivity: theta, the softmax's norms, certified operator norms. Pure functions on jax arrays."""
+
+from sens.norms import norm_inf_rms, norm_inf_two
+from sens.softmax import norm_inf_to_one, normalised_entropy, softmax, softmax_jacobian
+from sens.theta import theta_bounds_from_p_max, theta_exact, theta_prefix, theta_uniform
+from sens.verify import IdentityCheck, verify_identity
+
+__all__ = [
+    "IdentityCheck",
+    "norm_inf_rms",
+    "norm_inf_to_one",
+    "norm_inf_two",
+    "normalised_entropy",
+    "softmax",
+    "softmax_jacobian",
+    "theta_bounds_from_p_max",
+    "theta_exact",
+    "theta_prefix",
+    "theta_uniform",
+    "verify_identity",
+]

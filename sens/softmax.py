@@ -1,0 +1,130 @@
+"""The tempered softmax, its Jacobian and the norms of that Jacobian (theory: "Exact softmax sensitivity").
+
+With p = softmax(u / tau) the Jacobian is J = (Diag(p) - p pᵀ) / tau. Its inf→1 norm is theta(p) / tau (`sens.theta`);
+the other norms here are per row and, multiplied by tau, ordered as
+
+    lambda_max(J) ≤ g_1(p) ≤ 2 max p(1-p) = ‖J‖_{1→1} = ‖J‖_{inf→inf} ≤ theta/2 ≤ 1/2.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from sens import checks
+
+
+def softmax(
+    u: Float[Array, "*rows n"],
+    tau: float | Float[Array, ""] = 1.0,
+    where: Bool[Array, "*rows n"] | None = None,
+) -> Float[Array, "*rows n"]:
+    """Tempered softmax s_tau(u) = exp(u/tau) / sum exp(u/tau) over the last axis.
+
+    Entries outside `where` (and entries of -inf) get probability zero and derivative zero. An empty support is a
+    `ValueError`, inside jit a row of NaN.
+
+    >>> import jax.numpy as jnp
+    >>> print(softmax(jnp.array([0.0, 0.0, 5.0]), where=jnp.array([True, True, False])))
+    [0.5 0.5 0. ]
+    """
+    u = checks.as_float(u, "u")
+    tau = _temperature(tau, u.dtype)
+    mask = checks.as_mask(where, u.shape)
+    if mask is not None and not checks.is_traced(mask) and not np.asarray(mask).any(-1).all():
+        row = tuple(int(i) for i in np.argwhere(~np.asarray(mask).any(-1))[0])
+        raise ValueError(f"row {row}: empty support (`where` is False along the whole row)")
+    support = u != -jnp.inf if mask is None else mask & (u != -jnp.inf)
+    # Twice-where: an entry outside the support never meets an infinity, so no 0 * inf in the derivative.
+    top = lax.stop_gradient(jnp.max(u, axis=-1, keepdims=True, where=support, initial=-jnp.inf))
+    weights = jnp.where(support, jnp.exp(jnp.where(support, u - top, 0) / tau), 0)
+    return weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
+def softmax_jacobian(
+    u: Float[Array, "*rows n"],
+    tau: float | Float[Array, ""] = 1.0,
+    where: Bool[Array, "*rows n"] | None = None,
+) -> Float[Array, "*rows n n"]:
+    """J_tau(u) = (Diag(p) - p pᵀ) / tau with p = s_tau(u): symmetric, positive semidefinite, rows summing to zero.
+
+    >>> import jax.numpy as jnp
+    >>> print(softmax_jacobian(jnp.zeros(2)))
+    [[ 0.25 -0.25]
+     [-0.25  0.25]]
+    """
+    p = softmax(u, tau, where)
+    identity = jnp.eye(p.shape[-1], dtype=p.dtype).reshape((1,) * (p.ndim - 1) + (p.shape[-1],) * 2)
+    return p[..., :, None] * (identity - p[..., None, :]) / _temperature(tau, p.dtype)
+
+
+def _temperature(tau: float | Float[Array, ""], dtype: jnp.dtype) -> Float[Array, ""]:
+    if not checks.is_traced(tau) and not np.all(np.asarray(tau) > 0):
+        raise ValueError(f"tau = {tau}: a positive temperature is wanted")
+    return jnp.asarray(tau, dtype)
+
+
+def norm_inf_to_one(J: Float[Array, "*rows m n"]) -> Float[Array, "*rows"]:
+    """Exact inf→1 norm, max over sign vectors x of ‖J x‖_1, by enumeration: 2^(n-1) products, n ≤ 24.
+
+    A convex function takes its maximum over the cube at a corner, and x and -x give the same value. The signs of the
+    first 12 coordinates are one matrix product; the rest is a loop, so memory stays at 4096 × m numbers whatever n is.
+    Differentiable (the derivative is the one at the maximiser).
+
+    >>> import jax.numpy as jnp
+    >>> print(f"{norm_inf_to_one(softmax_jacobian(jnp.zeros(3))):.4f}")  # theta of a uniform row of three: 1 - 1/9
+    0.8889
+    """
+    J = checks.as_float(J, "J")
+    if J.ndim < 2 or not 1 <= J.shape[-1] <= 24:
+        raise ValueError(
+            f"J has shape {J.shape}; (..., m, n) with 1 ≤ n ≤ 24 is wanted (2^(n-1) sign vectors are tried)"
+        )
+    matrices = lax.stop_gradient(J).reshape(-1, *J.shape[-2:])
+    x = lax.map(_best_signs, matrices).reshape(*J.shape[:-2], J.shape[-1])
+    return jnp.sum(jnp.abs(jnp.einsum("...mn,...n->...m", J, x, precision="highest")), axis=-1)
+
+
+def _best_signs(J: Float[Array, "m n"]) -> Float[Array, " n"]:
+    """The sign vector x, with x_n = +1, of the largest ‖J x‖_1."""
+    n = J.shape[-1]
+    inner = min(n - 1, 12)
+    outer = n - 1 - inner
+    inner_signs = jnp.asarray(1 - 2 * (np.arange(2**inner)[:, None] >> np.arange(inner) & 1), J.dtype)
+    products = jnp.matmul(inner_signs, J[:, :inner].T, precision="highest")
+
+    def visit(code, best):
+        outer_signs = jnp.append(1 - 2 * (code >> jnp.arange(outer) & 1), 1).astype(J.dtype)
+        values = jnp.sum(jnp.abs(products + jnp.matmul(J[:, inner:], outer_signs, precision="highest")[None]), axis=-1)
+        top = jnp.argmax(values)
+        signs = jnp.concatenate([inner_signs[top], outer_signs])
+        return jax.tree.map(lambda new, old: jnp.where(values[top] > best[0], new, old), (values[top], signs), best)
+
+    start = (jnp.asarray(-1, J.dtype), jnp.ones(n, J.dtype))
+    return lax.fori_loop(0, 2**outer, visit, start)[1]
+
+
+def normalised_entropy(
+    p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None
+) -> Float[Array, "*rows"]:
+    """H_norm(p) = -sum p log p / log |support|, in [0, 1]; the support is `where`, or the whole axis.
+
+    A row of support 1 has no normalised entropy: it gives 0, and statistics should leave it out. An entry of zero
+    contributes zero, with derivative zero (the one-sided derivative there is infinite).
+
+    >>> import jax.numpy as jnp
+    >>> print(normalised_entropy(jnp.array([0.5, 0.5, 0.0]), where=jnp.array([True, True, False])))
+    1.0
+    """
+    rows = checks.as_rows(p, where)
+    mask = checks.as_mask(where, rows.shape)
+    size = jnp.full(rows.shape[:-1], rows.shape[-1]) if mask is None else jnp.sum(mask, axis=-1)
+    surprise = -jnp.log(jnp.where(rows > 0, rows, 1))
+    scale = jnp.log(jnp.maximum(size, 2).astype(rows.dtype))
+    entropy = jnp.sum(rows * surprise, axis=-1) / scale
+    result = jnp.where(checks.row_is_valid(rows), jnp.where(size > 1, entropy, 0), math.nan)
+    checks.raise_on_invalid(result, p, where)
+    return result

@@ -1,0 +1,133 @@
+"""theta(p) = 4 max over subsets S of p(S)(1 - p(S)): its closed forms, the exact value and the prefix certificate.
+
+Everything here means theta of the row divided by its sum. The two-sided certificate is in `sens.bracket`.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float
+from numpy.typing import ArrayLike
+
+from sens import checks
+
+
+def theta_uniform(k: int) -> float:
+    """Theta of a row uniform on k atoms: 1 - (1 - 2 floor(k/2)/k)², so 1 for even k and 1 - 1/k² for odd k.
+
+    >>> theta_uniform(2), theta_uniform(3)
+    (1.0, 0.8888888888888888)
+    """
+    if k < 1:
+        raise ValueError(f"k = {k}: at least one atom is wanted")
+    return 1 - (k % 2) / k**2
+
+
+def theta_bounds_from_p_max(p_max: Float[Array, "*rows"]) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
+    """The best (lower, upper) for theta that the row's largest entry alone gives.
+
+    - p_max ≥ 1/2: theta = 4 p_max (1 - p_max), both ends.
+    - p_max < 1/2: max(1 - p_max², 8/9) ≤ theta ≤ 1.
+
+    So theta < 8/9 exactly where p_max > 2/3 (the dichotomy).
+
+    >>> import jax.numpy as jnp
+    >>> lower, upper = theta_bounds_from_p_max(jnp.array([0.75, 0.5, 0.2]))
+    >>> print(lower, upper)
+    [0.75 1.   0.96] [0.75 1.   1.  ]
+    """
+    p_max = checks.as_float(p_max, "p_max")
+    dominant = 4 * p_max * (1 - p_max)
+    lower = jnp.where(p_max >= 0.5, dominant, jnp.maximum(1 - p_max**2, 8 / 9))
+    upper = jnp.where(p_max >= 0.5, dominant, 1)
+    valid = (p_max > 0) & (p_max <= 1)
+    return jnp.where(valid, lower, math.nan), jnp.where(valid, upper, math.nan)
+
+
+def theta_prefix(p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None) -> Float[Array, "*rows"]:
+    """The paper's prefix certificate, a lower bound: 4 c (1 - c) for the sorted prefix sum c nearest to 1/2.
+
+    No sort: the smallest entry of the prefix that crosses 1/2 is found by bisection on the bits of a float (which are
+    ordered as the floats are), then the entries equal to it are counted in.
+
+    Derivative: that of 4 c (1 - c) with the prefix held fixed (equal entries at its edge share alike), a subgradient.
+    An invalid row is a `ValueError`, inside jit NaN.
+
+    >>> import jax.numpy as jnp
+    >>> print(theta_prefix(jnp.array([0.5, 0.3, 0.2])))
+    1.0
+    """
+    rows = checks.as_rows(p, where)
+    share = lax.stop_gradient(prefix_share(rows))
+    c = jnp.sum(share * rows, axis=-1) / jnp.sum(rows, axis=-1)
+    result = jnp.where(checks.row_is_valid(rows), 4 * c * (1 - c), math.nan)
+    checks.raise_on_invalid(result, p, where)
+    return result
+
+
+def prefix_share(p: Float[Array, "*rows n"]) -> Float[Array, "*rows n"]:
+    """The share of each entry in the prefix nearest to half the mass: 1, 0, or a fraction for ties at its edge."""
+    n = p.shape[-1]
+    flat = p.reshape(-1, n)
+    # On a CPU the bisection rereads its rows 27 times or so: block by block they stay in the cache.
+    block = max(1, 2**15 // n)
+    blocked = lambda rows: lax.map(_prefix_share, rows, batch_size=block)  # noqa: E731
+    return lax.platform_dependent(flat, cpu=blocked, default=jax.vmap(_prefix_share)).reshape(p.shape)
+
+
+def _prefix_share(p: Float[Array, " n"]) -> Float[Array, " n"]:
+    integer = jnp.int32 if p.dtype == jnp.float32 else jnp.int64
+    bits = lax.bitcast_convert_type(p, integer)
+    half = jnp.sum(p) / 2
+    # Entries below 1/(2n) of the mass hold less than half of it, so the edge lies in [1/(2n), 1], with some slack.
+    ends = np.array([0.49 / p.shape[-1], 1 + 2 * checks.SUM_TOLERANCE], p.dtype).view(integer)
+
+    def halve(_, interval):
+        low, high = interval  # the mass of entries ≥ low is at least half, that of entries ≥ high is not
+        middle = low + (high - low) // 2
+        enough = jnp.sum(jnp.where(bits >= middle, p, 0)) >= half
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    steps = int(ends[1] - ends[0]).bit_length()
+    edge, _ = lax.fori_loop(0, steps, halve, (jnp.asarray(ends[0]), jnp.asarray(ends[1])))
+    above, tied = bits > edge, bits == edge
+    mass = jnp.sum(jnp.where(above, p, 0))
+    count = jnp.sum(tied).astype(p.dtype)
+    taken = jnp.round((half - mass) / lax.bitcast_convert_type(edge, p.dtype))
+    at_least = jnp.where(jnp.any(above), 0, 1).astype(p.dtype)  # the paper's prefixes have at least one entry
+    fraction = jnp.minimum(jnp.maximum(taken, at_least), count) / jnp.maximum(count, 1)
+    return jnp.where(above, jnp.ones_like(p), jnp.where(tied, fraction, 0))
+
+
+def theta_exact(p: ArrayLike, where: ArrayLike | None = None) -> np.ndarray:
+    """Theta itself in float64, on the host: over all subsets of the support, which may have 24 entries at most.
+
+    >>> print(theta_exact([0.5, 0.3, 0.2]))
+    1.0
+    """
+    p = np.asarray(p)
+    if not np.issubdtype(p.dtype, np.floating):
+        raise TypeError(f"p has dtype {p.dtype}; a floating dtype is wanted")
+    mask = np.ones(p.shape, bool) if where is None else np.broadcast_to(np.asarray(where), p.shape)
+    result = np.empty(p.shape[:-1])
+    for row in np.ndindex(result.shape):
+        values = np.where(mask[row], p[row], 0).astype(np.float64)
+        if not ((values >= 0).all() and abs(values.sum() - 1) <= checks.SUM_TOLERANCE):
+            raise ValueError(checks.describe_invalid(p[row], row, mask[row]))
+        atoms = values[values > 0]
+        if atoms.size > 24:
+            raise ValueError(f"row {row} has support {atoms.size}, more than 24: sens.theta_bracket has no such limit")
+        mass = subset_masses(atoms[1:]) / atoms.sum()
+        result[row] = (4 * mass * (1 - mass)).max()
+    return result
+
+
+def subset_masses(p: np.ndarray) -> np.ndarray:
+    """p(S) of all 2^n subsets S of each row: shape (..., n) to (..., 2^n), S as the bits of the index."""
+    masses = np.zeros((*p.shape[:-1], 1))
+    for i in range(p.shape[-1]):
+        masses = np.concatenate([masses, masses + p[..., i : i + 1]], axis=-1)
+    return masses
