@@ -31,16 +31,13 @@ from analysis.plotting import (
     styled,
     to_d,
 )
-from analysis.probes import Verification
+from analysis.probes import CLOSED, Verification
 from analysis.records import Run
 from analysis.spikes import spikes
 from analysis.trajectories import block_norms, centre, envelope
 
 DRAWN_ROWS = 6000
-"""Most attention rows that figure 4 draws of one placement: evenly spaced ones, so the same ones every time."""
-
-CLOSED = 1e-6
-"""Width under which a bracket is one number for the eye and for the report."""
+"""Most attention rows that figure 4 draws of one placement: a fixed random choice (rows lie in order of position)."""
 
 
 @styled
@@ -163,7 +160,8 @@ def theta_against_p_max(rows: dict[str, pl.DataFrame]) -> Figure:
     p = np.geomspace(1e-3, 1.0, 400)
     dominant = (1 + np.geomspace(D_FLOOR, 1.0, 400)) / 2
     for (theta, d), (name, table) in zip(axes.T, rows.items(), strict=True):
-        drawn = table[:: -(-table.height // DRAWN_ROWS)] if table.height > DRAWN_ROWS else table
+        chosen = np.random.default_rng(0).permutation(table.height)[:DRAWN_ROWS]
+        drawn = table[np.sort(chosen)]
         for panel, scale in ((theta, np.asarray), (d, to_d)):
             panel.plot(p, scale(1 - p**2), **REFERENCE, label="$1 - p^2$: lower limit")
             panel.plot(

@@ -106,7 +106,7 @@ def d_axis(axes: Axes) -> None:
     """A log axis of D that points down, so that theta still grows upwards; ticks say theta."""
     axes.set_yscale("log")
     axes.set_ylim(1.15, D_FLOOR * 0.7)
-    labels = {1.0: "0", 0.5: ".75", 0.1: ".99", 1e-2: "1 - 10⁻⁴", 1e-3: "1 - 10⁻⁶", D_FLOOR: "≥ 1 - 10⁻⁸"}
+    labels = {1.0: "0", 0.5: ".75", 0.1: ".99", 1e-2: "1 - 10⁻⁴", 1e-3: "1 - 10⁻⁶", D_FLOOR: "1 - 10⁻⁸"}
     axes.yaxis.set_major_locator(FixedLocator(list(labels)))
     axes.yaxis.set_major_formatter(FixedFormatter(list(labels.values())))
     axes.yaxis.set_minor_locator(NullLocator())

@@ -24,6 +24,9 @@ ROW_COLUMNS: Mapping[str, Any] = {
     "lower": pl.Float64,
     "upper": pl.Float64,
 }
+CLOSED = 1e-6
+"""Width at which a bracket counts as one number."""
+
 DEPTH_COLUMNS: Mapping[str, Any] = {
     "sublayer": pl.Int64,  # from the input up: attention 0, FFN 1, attention 2, ...
     "kind": pl.String,  # "attention" or "ffn"

@@ -177,7 +177,7 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> set[str]
 
 def run_table(runs: Sequence[Run]) -> Table:
     """One line a run: how far it came, and its own figures."""
-    measured = ("loss", "spikes", "largest norm", "certificate / τ", "entropy", "row maximum", "envelope")
+    measured = ("loss", "spikes", "largest norm", "certificate / τ", "entropy", "row maximum", "5th to 95th percentile")
     rows = []
     for run in runs:
         one = summarise(run)
@@ -185,6 +185,7 @@ def run_table(runs: Sequence[Run]) -> Table:
             (
                 run.label,
                 f"{one.updates} of {one.planned}",
+                f"{run.timing['seconds'].sum() / 60:.1f} min",
                 f"{one.final_loss:.3f}",
                 str(one.spikes),
                 f"{one.largest_norm:.3g}",
@@ -194,7 +195,7 @@ def run_table(runs: Sequence[Run]) -> Table:
                 _range([one.envelope]),
             )
         )
-    return Table("Runs", ("run", "updates", *measured), tuple(rows))
+    return Table("Runs", ("run", "updates", "time", *measured), tuple(rows))
 
 
 def spread(values: Sequence[float], form: str, each: str | None = None) -> str:
