@@ -15,7 +15,6 @@ further, targets. Every token is the target of one example, and the last example
 
 import contextlib
 import dataclasses
-import errno
 import fcntl
 import hashlib
 import itertools
@@ -39,10 +38,11 @@ if TYPE_CHECKING:
     import grain
 
 FORMAT = "sens tokens 1"
-INDEX, UNFINISHED, LOCK = "index.json", "unfinished.json", ".lock"
+INDEX, UNFINISHED, LOCK = "index.json", "unfinished.json", ".prepare.lock"
 SHARD_TOKENS = 2**25
 """A shard ends with the document that reaches this many tokens: about a minute of work that a crash can cost."""
 
+_DTYPES = ("<u2", "<u4")
 _BATCH_BYTES = 2**22  # text tokenised at a time: enough to keep every core at work, small beside a shard
 _SAMPLE_BYTES = 2**20  # text that tells tokens per byte before starting
 
@@ -105,30 +105,13 @@ def prepare(
     sample before starting), or if the source cannot be read.
     """
     corpus = open_source(source, column)
-    size = tokenizers.trained_size(tokenizer)
-    ready = tokenizers.load(tokenizer) if size is None else None
-    out.mkdir(parents=True, exist_ok=True)
-    with _locked(out):
-        if (out / INDEX).is_file():
-            index = read_index(out)
-            _check_origin(index, out, corpus, tokenizer, ready)
-            return index
-        if (out / UNFINISHED).is_file():
-            index = _read(out / UNFINISHED)
-            _check_origin(index, out, corpus, tokenizer, ready)
-            _check_sizes(index, out)
-            ready = load_tokenizer(index, out)
-        else:
-            _check_empty(out)
-            if size is not None:
-                ready = tokenizers.train(corpus.documents(), size)
-            assert ready is not None
-            if isinstance(ready, tokenizers.BPETokenizer):
-                ready.save(out / tokenizers.FILE)
-            index = _new_index(corpus, tokenizer, ready)
-            _write(index, out / UNFINISHED)
-        _check_space(out, corpus, ready, index)
-        return _tokenise(out, corpus, ready, index, shard_tokens, progress)
+    if not (out / INDEX).is_file():
+        with _locked(out):
+            if not (out / INDEX).is_file():
+                _make(out, corpus, tokenizer, shard_tokens, progress)
+    index = read_index(out)
+    _check_origin(index, out, corpus, tokenizer)
+    return index
 
 
 def read_index(directory: Path) -> Index:
@@ -246,33 +229,47 @@ def batches(
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Only one process at a time; the system lifts the lock of a killed one."""
+    """A directory of ours for one process at a time; the system lifts the lock of a killed one."""
+    out.mkdir(parents=True, exist_ok=True)
+    names = {path.name for path in out.iterdir()}
+    if names and not names & {LOCK, UNFINISHED}:
+        raise DataError(f"{out}: holds other files ({min(names)}); choose an empty or a new directory")
     with (out / LOCK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _check_origin(index: Index, out: Path, corpus: Source, spec: str, ready: Tokenizer | None) -> None:
+def _make(out: Path, corpus: Source, spec: str, shard_tokens: int, progress: Progress) -> None:
+    """Begin a data set or continue an unfinished one."""
+    if (out / UNFINISHED).is_file():
+        index = _read(out / UNFINISHED)
+        _check_origin(index, out, corpus, spec)
+        _check_sizes(index, out)
+        ready = load_tokenizer(index, out)
+    else:
+        size = tokenizers.trained_size(spec)
+        ready = tokenizers.load(spec) if size is None else tokenizers.train(corpus.documents(), size)
+        if isinstance(ready, tokenizers.BPETokenizer):
+            ready.save(out / tokenizers.FILE)
+        index = _new_index(corpus, spec, ready)
+        _write(index, out / UNFINISHED)
+    _check_space(out, corpus, ready, index)
+    _tokenise(out, corpus, ready, index, shard_tokens, progress)
+
+
+def _check_origin(index: Index, out: Path, corpus: Source, spec: str) -> None:
     """Refuse a directory that was made from another source or by another tokenizer."""
     # A trained tokenizer is named by its spec: the source decides the rest.
-    same_tokenizer = index.tokenizer == spec if ready is None else index.tokenizer_digest == ready.digest
-    if index.source_digest != corpus.digest or not same_tokenizer:
+    trained = tokenizers.trained_size(spec) is not None
+    same = index.tokenizer == spec if trained else index.tokenizer_digest == tokenizers.load(spec).digest
+    if index.source_digest != corpus.digest or not same:
         raise DataError(
             f"{out}: already holds {index.source} in {index.tokenizer}, not {corpus.name} in {spec}"
             " as it is now; choose another directory or remove this one"
         )
 
 
-def _check_empty(out: Path) -> None:
-    foreign = [
-        path.name for path in out.iterdir() if path.name not in (LOCK, tokenizers.FILE) and path.suffix != ".tmp"
-    ]
-    if foreign:
-        raise DataError(f"{out}: holds other files ({min(foreign)}); choose an empty or a new directory")
-
-
 def _new_index(corpus: Source, spec: str, ready: Tokenizer) -> Index:
-    dtype = "<u2" if ready.vocab_size <= 2**16 else "<u4"
     return Index(
         format=FORMAT,
         source=corpus.name,
@@ -281,7 +278,7 @@ def _new_index(corpus: Source, spec: str, ready: Tokenizer) -> Index:
         tokenizer_digest=ready.digest,
         vocab_size=ready.vocab_size,
         end_of_text=ready.end_of_text,
-        dtype=dtype,
+        dtype=_DTYPES[ready.vocab_size > 2**16],
         shards=(),
     )
 
@@ -293,26 +290,23 @@ def _write(index: Index, path: Path) -> None:
 def _read(path: Path) -> Index:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        if fields["format"] != FORMAT:
-            raise DataError(f"{path}: format {fields['format']!r}, this version reads {FORMAT!r}")
-        names = {field.name for field in dataclasses.fields(Index)}
+        names = [field.name for field in dataclasses.fields(Index)]
         shards = tuple(Shard(**shard) for shard in fields["shards"])
-        return Index(**{**{name: fields[name] for name in names}, "shards": shards})
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        index = Index(**{**{name: fields[name] for name in names}, "shards": shards})
+        if index.format != FORMAT or index.dtype not in _DTYPES:
+            raise ValueError(f"format {index.format!r} in {index.dtype!r}; this version reads {FORMAT!r}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: not the index of a data set ({type(error).__name__}: {error})") from error
+    return index
 
 
 def _check_sizes(index: Index, directory: Path) -> None:
     for shard in index.shards:
         path = directory / shard.file
         expected = shard.tokens * np.dtype(index.dtype).itemsize
-        found = path.stat().st_size if path.is_file() else None
-        if found is None:
-            raise DataError(f"{path}: missing; remove the data set and prepare it anew")
+        found = path.stat().st_size if path.is_file() else 0
         if found != expected:
-            raise DataError(
-                f"{path}: {found} bytes where the index says {expected}; remove the data set and prepare anew"
-            )
+            raise DataError(f"{path}: {found} bytes, expected {expected}; remove the data set and prepare it anew")
 
 
 def _check_space(out: Path, corpus: Source, ready: Tokenizer, index: Index) -> None:
@@ -320,17 +314,14 @@ def _check_space(out: Path, corpus: Source, ready: Tokenizer, index: Index) -> N
     sample = next(_grouped(corpus.documents(), _SAMPLE_BYTES))
     tokens = sum(len(ids) + 1 for ids in ready.encode_batch(sample))
     ahead = max(corpus.text_bytes - sum(shard.text_bytes for shard in index.shards), 0)
-    # The whole sample may be empty documents: then the text is as many bytes as there are.
-    ratio = tokens / max(sum(len(document.encode()) for document in sample), 1)
+    ratio = tokens / sum(len(document.encode()) for document in sample)
     needed = round(ahead * ratio * np.dtype(index.dtype).itemsize)
     free = shutil.disk_usage(out).free
     if needed > free:
-        raise DataError(f"{out}: no space: about {needed / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free")
+        raise DataError(f"{out}: no space: about {needed / 1e6:.1f} MB are needed, {free / 1e6:.1f} MB are free")
 
 
-def _tokenise(
-    out: Path, corpus: Source, ready: Tokenizer, index: Index, shard_tokens: int, progress: Progress
-) -> Index:
+def _tokenise(out: Path, corpus: Source, ready: Tokenizer, index: Index, shard_tokens: int, progress: Progress) -> None:
     documents = corpus.documents()
     for shard in index.shards:
         _skip(documents, shard, corpus.name)
@@ -347,17 +338,14 @@ def _tokenise(
                 lambda more, done=done: progress(done + more, max(corpus.text_bytes, done + more)),
             )
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
             raise DataError(
-                f"{out}: {error.strerror} after {len(index.shards)} shards, which stay; make room and call again"
+                f"{out}: {error.strerror} after {len(index.shards)} finished shards, which stay; call again to continue"
             ) from error
         if shard is None:
             break
         index = dataclasses.replace(index, shards=(*index.shards, shard))
         _write(index, out / UNFINISHED)
     (out / UNFINISHED).replace(out / INDEX)
-    return index
 
 
 def _skip(documents: Iterator[str], shard: Shard, name: str) -> None:
