@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer as in protocol.md: bias-free projections, GELU, tied head, learned positions."""
+    """A decoder-only transformer: bias-free projections, GELU, tied head, learned positions."""
 
     vocab_size: int
     """Tokens in the vocabulary (rows of the tied embedding)."""

@@ -112,6 +112,15 @@ def attention_input(config: ModelConfig, block_params: Params, x: Float[Array, "
     return norm_attention(config, block_params, x) if config.placement == "pre" else x
 
 
+def norm_gains(
+    config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]
+) -> tuple[Float[Array, "*b t"], Float[Array, "*b t"]]:
+    """`a_{k,i} = ||gamma||_inf / sigma(y_i)` of a block's attention and FFN LayerNorm, at every token (Corollary A.3)."""
+    module = _block(config, block_params)
+    y_attention, y_ffn = module.norm_inputs(x)
+    return module.norm_attention.gain(y_attention), module.norm_ffn.gain(y_ffn)
+
+
 def attention_weights(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b h t t"]:
     """A block's attention rows, in evaluation mode, from the residual stream that enters it."""
     return _block(config, block_params).attention.weights(attention_input(config, block_params, x))

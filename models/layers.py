@@ -63,6 +63,10 @@ class LayerNorm(nnx.Module):
         x = x.astype(accumulator(x.dtype))
         return jnp.sqrt(jnp.var(x, axis=-1, keepdims=True) + self.config.ln_eps)
 
+    def gain(self, x: Float[Array, "*b d"]) -> Float[Array, "*b"]:
+        """`||gamma||_inf / sigma(x)` of every token, the `a_{k,i}` of Corollary A.3: bounds the Jacobian's norm there."""
+        return (jnp.max(jnp.abs(self.scale[...])).astype(accumulator(x.dtype)) / self.sigma(x))[..., 0]
+
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         wide = x.astype(accumulator(x.dtype))
         normalised = (wide - jnp.mean(wide, axis=-1, keepdims=True)) / self.sigma(wide)
@@ -136,6 +140,13 @@ class Block(nnx.Module):
     def ffn_sublayer(self, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
         """Pre `Z + FFN(LN(Z))`, post `LN(Z + FFN(Z))`."""
         return self._residual(self.norm_ffn, self.ffn, x, key)
+
+    def norm_inputs(self, x: Float[Array, "*b t d"]) -> tuple[Float[Array, "*b t d"], Float[Array, "*b t d"]]:
+        """What the two LayerNorms act on, in evaluation mode: pre `X` and `Z`, post `X + MHA(X)` and `Z + FFN(Z)`."""
+        z = self.attention_sublayer(x)
+        if self.config.placement == "pre":
+            return x, z
+        return x + self.attention(x), z + self.ffn(z)
 
     def __call__(self, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
         key_attention, key_ffn = (None, None) if key is None else jax.random.split(key)

@@ -47,9 +47,9 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     )
 
 
-def init_state(model: ModelConfig, config: TrainConfig) -> State:
-    """The state before the first update: a function of the seed alone. Call it under `jax.jit`."""
-    root = jax.random.key(config.seed)
+def init_state(model: ModelConfig, config: TrainConfig, seed: int | Int[Array, ""]) -> State:
+    """The state before the first update, decided by the seed. Call it under `jax.jit`."""
+    root = jax.random.key(seed)
     params = gpt.init(model, jax.random.fold_in(root, 0))
     return {
         "params": params,

