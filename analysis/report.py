@@ -62,9 +62,10 @@ def write_report(
 def _asked() -> Html:
     return html_page.section(
         "What was asked",
-        "The softmax p = softmax(u / τ) answers a change of its logits most strongly, from the largest-change norm to "
-        "the total-change norm, by exactly θ(p) / τ, where θ(p) = 4 max over subsets S of p(S) (1 - p(S)): how evenly "
-        "the row can be cut in two (S. M. Emadi, arXiv 2602.18849).",
+        "Move every logit of a softmax row p = softmax(u / τ) by at most ε. To first order the entries then move, "
+        "summed in absolute value, by at most ε θ(p) / τ, and some move reaches that: the norm of the Jacobian J from "
+        "the infinity norm to the 1-norm is θ(p) / τ. Here θ(p) = 4 max p(S) (1 - p(S)), over subsets S, says how "
+        "evenly the row can be cut in two (S. M. Emadi, arXiv 2602.18849).",
         "Three questions follow. Does the identity hold to rounding? When a transformer trains and its attention "
         "sharpens, does θ fall with it? And what does the place of the LayerNorm, before or after the residual sum, "
         "do to training? The paper trained 774 M parameters over three seeds; below is the same experiment on the "
@@ -112,9 +113,8 @@ def _identity(check: Verification | None, drawings: Path) -> Html:
     verdict = "holds" if check.passed else "DOES NOT HOLD"
     return html_page.section(
         "The identity",
-        f"‖J‖ from the largest-change to the total-change norm, by all sign vectors on the Jacobian, against θ(p) / τ "
-        f"by all subsets, on random logits in float64. Worst relative error: {lengths}. The identity {verdict} within "
-        f"{check.tolerance:g}.",
+        "The norm of J by all sign vectors against θ(p) / τ by all subsets, on random logits in float64. "
+        f"Worst relative error: {lengths}. The identity {verdict} within {check.tolerance:g}.",
         html_page.figure(
             drawings / "figure_2_identity",
             figures.identity_check(check),
@@ -182,6 +182,7 @@ def _depth(runs: Sequence[Run], depths: Mapping[str, pl.DataFrame], drawings: Pa
     if not depths:
         return html_page.section("Through depth", "No checkpoint has been probed yet.")
     probed = [run for run in runs if run.label in depths]
+    found = [depths[run.label] for run in probed]
     return html_page.section(
         "Through depth",
         "A pre-LN sublayer's Jacobian is I + J: the identity term is there by construction. A post-LN sublayer's is "
@@ -191,10 +192,10 @@ def _depth(runs: Sequence[Run], depths: Mapping[str, pl.DataFrame], drawings: Pa
         "term, not about the whole gradient.",
         html_page.figure(
             drawings / "figure_5_depth",
-            figures.through_depth(probed, [depths[run.label] for run in probed]),
+            figures.through_depth(probed, found),
             "Depth, first look. Left: share of the identity term by sublayer. Right: a of post-LN, the line is at one.",
         ),
-        html_page.table(findings.depth_table(depths)),
+        html_page.table(findings.depth_table(probed, found)),
     )
 
 

@@ -33,7 +33,7 @@ def write_run(
         vocab_size=256, n_layer=n_layer, n_head=HEADS, d_model=8, d_ff=32, context=16,
         placement="pre" if placement == "pre" else "post",
     )  # fmt: skip
-    train = TrainConfig(seed=seed, updates=planned or updates, warmup=1)
+    train = TrainConfig(seed=seed, updates=planned or updates, warmup=0)
     records.write_json(path / "config.json", {"model": dataclasses.asdict(model), "train": dataclasses.asdict(train)})
     records.write_json(
         path / "versions.json", {"python": "3.11.2", "packages": {"jax": "0.10.2"}, "devices": ["cpu <0>"]}
@@ -42,7 +42,7 @@ def write_run(
     learnt = placement == "pre"
     for update in range(1, updates + 1):
         done = update / (planned or updates)
-        loss = (5.5 - 3.0 * done if learnt else 3.1 + 2.4 * np.exp(-20 * done)) + 0.03 * rng.normal()
+        loss = (2.5 + 3.0 * np.exp(-8 * done) if learnt else 3.1 + 2.4 * np.exp(-20 * done)) + 0.03 * rng.normal()
         norm = np.exp(0.25 * rng.normal()) * (4.0 if update in (20, 41) else 1.0)
         row = {
             "update": update,
