@@ -1,7 +1,7 @@
 """Bounds on Lambda(U) = ‖D MHA(U)‖ from the (inf,2) to the (inf,2) block norm (theory: "Multi-head attention").
 
-For an output as wide as the input it is the (inf,rms) norm too. Attention is bias-free, with dropout off: Q_h = U W^Q_h,
-K_h = U W^K_h, V_h = U W^V_h, A_h = softmax(Q_h K_hᵀ / (sqrt(d_h) tau)), MHA(U) = [A_1 V_1 | .. | A_H V_H] W^O.
+For an output as wide as the input it is the (inf,rms) norm too. Attention has no biases, and dropout is off:
+Q_h = U W^Q_h, K_h = U W^K_h, V_h = U W^V_h, A_h = softmax(Q_h K_hᵀ / (sqrt(d_h) tau)), MHA(U) = [A_1 V_1 | ..] W^O.
 
 The chain  Lambda ≤ covariance ≤ refined ≤ local ≤ bounded  holds always (to rounding).
 """
