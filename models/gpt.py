@@ -87,6 +87,30 @@ def ffn_sublayer(config: ModelConfig, block_params: Params, x: Float[Array, "*b 
     return _block(config, block_params).ffn_sublayer(x)
 
 
+def attention_branch(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
+    """What the attention half adds to the residual stream, in evaluation mode: pre `MHA(LN(X))`, post `MHA(X)`."""
+    return _block(config, block_params).attention_branch(x)
+
+
+def attention_join(
+    config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"], branch: Float[Array, "*b t d"]
+) -> Float[Array, "*b t d"]:
+    """How the attention half adds it: pre `X + B`, post `LN(X + B)`; `attention_sublayer` is join(x, branch(x))."""
+    return _block(config, block_params).attention_join(x, branch)
+
+
+def ffn_branch(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
+    """What the FFN half adds to the residual stream, in evaluation mode: pre `FFN(LN(X))`, post `FFN(X)`."""
+    return _block(config, block_params).ffn_branch(x)
+
+
+def ffn_join(
+    config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"], branch: Float[Array, "*b t d"]
+) -> Float[Array, "*b t d"]:
+    """How the FFN half adds it: pre `X + B`, post `LN(X + B)`; `ffn_sublayer` is join(x, branch(x))."""
+    return _block(config, block_params).ffn_join(x, branch)
+
+
 def attention(config: ModelConfig, block_params: Params, u: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
     """`MHA(U)` alone, in evaluation mode (dropout off): the map that Theorem 4.1 bounds."""
     return _block(config, block_params).attention(u)

@@ -128,18 +128,35 @@ class Block(nnx.Module):
         self.norm_ffn = LayerNorm(config)
         self.ffn = FeedForward(config, rngs=rngs)
 
-    def _residual(self, norm, f, x, key):
-        if self.config.placement == "pre":
-            return x + f(norm(x), key)
-        return norm(x + f(x, key))
+    def _branch(self, norm, f, x, key):
+        return f(norm(x), key) if self.config.placement == "pre" else f(x, key)
+
+    def _join(self, norm, x, branch):
+        return x + branch if self.config.placement == "pre" else norm(x + branch)
+
+    def attention_branch(self, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
+        """What the attention sublayer adds to the stream: pre `MHA(LN(X))`, post `MHA(X)`."""
+        return self._branch(self.norm_attention, self.attention, x, key)
+
+    def attention_join(self, x: Float[Array, "*b t d"], branch: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
+        """How it is added: pre `X + B`, post `LN(X + B)`."""
+        return self._join(self.norm_attention, x, branch)
 
     def attention_sublayer(self, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
         """Pre `X + MHA(LN(X))`, post `LN(X + MHA(X))`."""
-        return self._residual(self.norm_attention, self.attention, x, key)
+        return self.attention_join(x, self.attention_branch(x, key))
+
+    def ffn_branch(self, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
+        """What the FFN sublayer adds to the stream: pre `FFN(LN(X))`, post `FFN(X)`."""
+        return self._branch(self.norm_ffn, self.ffn, x, key)
+
+    def ffn_join(self, x: Float[Array, "*b t d"], branch: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
+        """How it is added: pre `X + B`, post `LN(X + B)`."""
+        return self._join(self.norm_ffn, x, branch)
 
     def ffn_sublayer(self, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
-        """Pre `Z + FFN(LN(Z))`, post `LN(Z + FFN(Z))`."""
-        return self._residual(self.norm_ffn, self.ffn, x, key)
+        """Pre `X + FFN(LN(X))`, post `LN(X + FFN(X))`."""
+        return self.ffn_join(x, self.ffn_branch(x, key))
 
     def norm_inputs(self, x: Float[Array, "*b t d"]) -> tuple[Float[Array, "*b t d"], Float[Array, "*b t d"]]:
         """What the two LayerNorms act on, in evaluation mode: pre `X` and `Z`, post `X + MHA(X)` and `Z + FFN(Z)`."""
