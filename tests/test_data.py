@@ -221,6 +221,12 @@ def test_a_directory_with_other_files_is_refused_and_kept(tmp_path: Path):
     assert files(tmp_path / "mine") == {"tokenizer.json": b"precious"}
 
 
+def test_a_file_is_no_place_for_a_data_set(tmp_path: Path):
+    source = write(tmp_path / "a.jsonl", ["abc"])
+    with pytest.raises(DataError, match="a data set is a directory, and this is a file"):
+        prepare(source, "bytes", Path(source))
+
+
 def test_progress_runs_to_the_end(tmp_path: Path):
     source = write(tmp_path / "a.jsonl", ["text"] * 50)
     calls: list[tuple[int, int]] = []

@@ -115,7 +115,7 @@ def test_parquet_is_read_by_row_groups(tmp_path: Path):
 def test_the_amount_of_text_is_estimated(make: Callable[[Path, list[str]], Path], name: str, tmp_path: Path, rng):
     documents = ["".join(map(chr, rng.integers(97, 123, 3000))) for _ in range(1200)]
     source = open_source(str(make(tmp_path / name, documents)))
-    assert source.text_bytes == pytest.approx(3000 * 1200, rel=0.1)
+    assert source.text_bytes == pytest.approx(3000 * 1200, rel=0.25)
 
 
 def test_the_digest_follows_the_text_not_the_place(tmp_path: Path):

@@ -44,7 +44,7 @@ SHARD_TOKENS = 2**25
 
 _DTYPES = ("<u2", "<u4")
 _BATCH_BYTES = 2**22  # text tokenised at a time: enough to keep every core at work, small beside a shard
-_SAMPLE_BYTES = 2**20  # text that tells tokens per byte before starting
+_SAMPLE_BYTES = 2**18  # text that tells tokens per byte before starting
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of text done and an estimate of all."""
@@ -156,9 +156,10 @@ class TokenDataset:
                     raise DataError(f"{path}: changed since it was written (sha256 {found}, index {shard.sha256})")
         self._shards = [np.memmap(path, self.index.dtype, "r") for path in paths]
         self._ends = np.cumsum([shard.tokens for shard in self.index.shards])
+        self.tokens = self.index.tokens
 
     def __len__(self) -> int:
-        return math.ceil(self.index.tokens / self.context)
+        return math.ceil(self.tokens / self.context)
 
     def __getitem__(self, index: int) -> Int32[np.ndarray, " T+1"]:
         if not 0 <= index < len(self):
@@ -170,7 +171,7 @@ class TokenDataset:
         parts = []
         position = start
         while (left := count - (position - start)) > 0:
-            within = position % self.index.tokens
+            within = position % self.tokens
             number = int(np.searchsorted(self._ends, within, side="right"))
             shard = self._shards[number]
             offset = within - (int(self._ends[number]) - len(shard))
@@ -180,7 +181,7 @@ class TokenDataset:
         if tokens.size and tokens.max() >= self.index.vocab_size:  # an embedding would clamp it without a word
             worst = int(tokens.argmax())
             raise DataError(
-                f"{self.directory}: token id {tokens[worst]} at position {(start + worst) % self.index.tokens}"
+                f"{self.directory}: token id {tokens[worst]} at position {(start + worst) % self.tokens}"
                 f" of the stream, but the vocabulary has {self.index.vocab_size}; prepare the data set anew"
             )
         return tokens.astype(np.int32)
@@ -230,6 +231,8 @@ def batches(
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
     """A directory of ours for one process at a time; the system lifts the lock of a killed one."""
+    if out.exists() and not out.is_dir():
+        raise DataError(f"{out}: a data set is a directory, and this is a file")
     out.mkdir(parents=True, exist_ok=True)
     names = {path.name for path in out.iterdir()}
     if names and not names & {LOCK, UNFINISHED}:
