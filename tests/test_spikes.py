@@ -55,6 +55,12 @@ def test_window_forgets():
     assert spikes(table([*norms[:84], 3.0]))["update"].to_list() == []
 
 
+@pytest.mark.parametrize(("norm", "found"), [(8.0, []), (12.0, [52])])
+def test_window_is_fifty(norm, found):
+    """25 tens and 25 ones before: median 5.5. One update more would make it 10, one fewer 1."""
+    assert spikes(table([10.0] * 26 + [1.0] * 25 + [norm]))["update"].to_list() == found
+
+
 def test_spike_is_not_in_its_own_median():
     assert spikes(table([1.0] * 10 + [9.0, 9.0]))["update"].to_list() == [11, 12]
 
