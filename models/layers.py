@@ -55,8 +55,8 @@ class LayerNorm(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         self.config = config
-        self.scale = nnx.Param(jnp.ones(config.d_model))
-        self.bias = nnx.Param(jnp.zeros(config.d_model))
+        self.scale = nnx.Param(jnp.ones(config.d_model, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(config.d_model, jnp.float32))
 
     def sigma(self, x: Float[Array, "*b d"]) -> Float[Array, "*b 1"]:
         """`sqrt(var(x) + eps)` of every token."""
