@@ -1,11 +1,13 @@
 """Exact attention sensitivity: theta, the softmax's norms, certified operator norms. Pure functions on jax arrays."""
 
+from sens.bracket import Bracket, theta_bracket
 from sens.norms import norm_inf_rms, norm_inf_two
 from sens.softmax import norm_inf_to_one, normalised_entropy, softmax, softmax_jacobian
 from sens.theta import theta_bounds_from_p_max, theta_exact, theta_prefix, theta_uniform
 from sens.verify import IdentityCheck, verify_identity
 
 __all__ = [
+    "Bracket",
     "IdentityCheck",
     "norm_inf_rms",
     "norm_inf_to_one",
@@ -14,6 +16,7 @@ __all__ = [
     "softmax",
     "softmax_jacobian",
     "theta_bounds_from_p_max",
+    "theta_bracket",
     "theta_exact",
     "theta_prefix",
     "theta_uniform",
