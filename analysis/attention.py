@@ -24,7 +24,9 @@ def sampled_layers(n_layer: int) -> tuple[int, ...]:
     return tuple(sorted({0, n_layer // 4, n_layer // 2, 3 * n_layer // 4, n_layer - 1}))
 
 
-def row_quantities(p: Float[Array, "*rows n"], where: Bool[Array, "#*rows n"] | None = None) -> dict[str, Float[Array, "*rows"]]:
+def row_quantities(
+    p: Float[Array, "*rows n"], where: Bool[Array, "#*rows n"] | None = None
+) -> dict[str, Float[Array, "*rows"]]:
     """The `QUANTITIES` of probability rows over their supports; `entropy` is NaN on a support of one, which has none."""
     mask = None if where is None else jnp.broadcast_to(where, p.shape)
     support = jnp.full(p.shape[:-1], p.shape[-1]) if mask is None else jnp.sum(mask, axis=-1)
@@ -70,4 +72,10 @@ def record_rows(update: int, layers: Sequence[int], rows: Rows) -> Iterator[dict
             heads = [None, *range(values.shape[1])]
             for head in heads:
                 chosen = values if head is None else values[:, head]
-                yield {"update": update, "layer": layer, "head": head, "quantity": quantity, **summarise(chosen.ravel())}
+                yield {
+                    "update": update,
+                    "layer": layer,
+                    "head": head,
+                    "quantity": quantity,
+                    **summarise(chosen.ravel()),
+                }

@@ -10,7 +10,9 @@ TOLERANCE = 1e-13
 """Largest relative error that counts as equality in float64."""
 
 
-def verify(out: Path, lengths: Sequence[int] = (8, 16), rows: int = 500, seed: int = 0, *, show: Callable[[str], None]) -> None:
+def verify(
+    out: Path, lengths: Sequence[int] = (8, 16), rows: int = 500, seed: int = 0, *, show: Callable[[str], None]
+) -> None:
     """Check both sides at every length, show the worst relative error of each, and write all numbers to `out`.
 
     Raises `RecordError` if an error reaches `TOLERANCE`; the numbers are written all the same.

@@ -1,4 +1,4 @@
-"""Per-layer figures that are cheap enough to record during training: norms of projections, stream and LayerNorm gains."""
+"""Per-layer figures cheap enough to record during training: norms of projections and stream, LayerNorm gains."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,9 @@ def spectral_norms(kernels: Float[Array, "n i o"]) -> Float[Array, " n"]:
     return jnp.sqrt(jnp.linalg.eigvalsh(gram)[..., -1])
 
 
-def measure_layers(model: ModelConfig, params: gpt.Params, tokens: Int[Array, "b t"]) -> dict[str, Float[Array, " n_layer"]]:
+def measure_layers(
+    model: ModelConfig, params: gpt.Params, tokens: Int[Array, "b t"]
+) -> dict[str, Float[Array, " n_layer"]]:
     """The columns of the layers table, `grad_norm` apart, for every block. Call it under `jax.jit`."""
 
     def collect(block_params, x):

@@ -8,7 +8,7 @@
       updates.jsonl     one line an update (`UPDATE_COLUMNS`)
       attention.jsonl   one line an (update, layer, head, quantity) (`ATTENTION_COLUMNS`)
       layers.jsonl      one line an (update, layer) (`LAYER_COLUMNS`)
-      timing.jsonl      one line an update (`TIMING_COLUMNS`): wall clock, the only table that two runs do not share bit for bit
+      timing.jsonl      one line an update (`TIMING_COLUMNS`): wall clock: the one table that two equal runs do not share
       checkpoints/      parameters, optimizer state, data position and update number
       probe/            what was measured offline on a checkpoint (written by `sens probe`)
 
@@ -27,7 +27,7 @@ from typing import Any
 import polars as pl
 
 QUANTITIES = ("entropy", "p_max", "prefix", "lower", "upper", "width")
-"""Per-row quantities: normalised entropy, largest entry, prefix certificate, the two ends of theta's bracket, upper - lower."""
+"""Of a row: normalised entropy, largest entry, prefix certificate, theta's bracket, and its width upper - lower."""
 
 STATISTICS = ("mean", "min", "p5", "p25", "median", "p75", "p95", "max")
 """Statistics over rows, in the order in which they are recorded."""
@@ -94,7 +94,7 @@ def append(run: Path, table: str, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def truncate(run: Path, update: int) -> None:
-    """Forget what was recorded after `update` (and a last line torn by a crash), so that a restart continues the record.
+    """Forget what was recorded after `update`, and a last line torn by a crash: a restart continues the record.
 
     Each file is replaced in one step: a second crash leaves either the old or the new one.
     """
@@ -136,7 +136,9 @@ def read_config(run: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise RecordError(f"{path}: not JSON ({error}); it is written once when a run starts and is never edited") from error
+        raise RecordError(
+            f"{path}: not JSON ({error}); it is written once when a run starts and is never edited"
+        ) from error
 
 
 def read_table(run: Path, table: str) -> pl.DataFrame:

@@ -54,6 +54,8 @@ def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> 
         command(arguments)
     except (UsageError, RecordError, DataError, CheckpointError) as error:
         return _complain(str(error))
+    except OSError as error:  # a full disk, a read-only directory: the system's own words and the place
+        return _complain(f"{error.filename or 'input or output'}: {error.strerror or error}")
     except TrainingError as error:
         print(f"sens: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -87,7 +89,7 @@ def _shadowed() -> str | None:
 
 
 def _parse(kind: type, command: str, arguments: Sequence[str], default: Any = None) -> Any:
-    """Options of a command from its dataclass; what the parser or a configuration refuses is a `UsageError` of one line."""
+    """Options of a command from its dataclass; what is refused is a `UsageError` of one line."""
     import tyro
 
     keywords = {} if default is None else {"default": default}
@@ -126,7 +128,7 @@ def verify(arguments: Sequence[str]) -> None:
 
     @dataclasses.dataclass(frozen=True)
     class Verify:
-        """Check ||J_tau(u)||_{inf->1} = theta(p)/tau: every sign vector of the differentiated softmax against every subset."""
+        """Check ||J_tau(u)||_{inf->1} = theta(p)/tau: all sign vectors on the left, all subsets on the right."""
 
         lengths: tuple[int, ...] = (8, 16)
         """Row lengths, up to 20: the work doubles with each."""
@@ -232,7 +234,7 @@ def reproduce(arguments: Sequence[str]) -> None:
 
     @dataclasses.dataclass(frozen=True)
     class Reproduce:
-        """The whole experiment on real text; interrupted and called again it continues, finished it shows what is there."""
+        """The whole experiment on real text; called again it continues, or shows what is there."""
 
         preset: str = name
         """tiny, mini, deep, gpt2-small or paper."""

@@ -25,14 +25,15 @@ def open_checkpoints(directory: Path, keep: int) -> Iterator[ocp.training.Checkp
     """The checkpoints of a run, of which the newest `keep` stay; leaving the context waits for a save under way."""
     policies = ocp.training.preservation_policies
     directory.mkdir(parents=True, exist_ok=True)
+    latest: Any = policies.LatestN(keep)  # the class does not match the protocol that Orbax declares for it
     with ocp.training.Checkpointer(
-        directory.absolute(), preservation_policy=policies.LatestN(keep), cleanup_tmp_directories=True
+        str(directory.absolute()), preservation_policy=latest, cleanup_tmp_directories=True
     ) as checkpointer:
         yield checkpointer
 
 
 def save(checkpointer: ocp.training.Checkpointer, state: dict[str, Any], update: int, data: dict[str, Any]) -> None:
-    """Start saving the state after `update` updates together with the data position; the state may be donated at once."""
+    """Start saving the state after `update` updates and the data position; the state may be donated at once."""
     checkpointer.save_checkpointables_async(
         update, {ITEM: state}, force=True, custom_metadata={"format": FORMAT, "data": data}
     )
@@ -59,8 +60,8 @@ def restore(
     if step not in saved:
         raise CheckpointError(f"{directory}: no checkpoint of update {step}; there are {sorted(saved)}")
     metadata = checkpointer.checkpointables_metadata(step)
-    custom = metadata.custom_metadata or {}
-    if custom.get("format") != FORMAT or ITEM not in metadata.metadata:
+    custom: Any = metadata.custom_metadata
+    if not isinstance(custom, dict) or custom.get("format") != FORMAT or ITEM not in metadata.metadata:
         raise CheckpointError(f"{directory / str(step)}: not a checkpoint written by sens")
     _check_params(directory / str(step), like["params"], metadata.metadata[ITEM].get("params"))
     context = ocp.Context()
@@ -80,7 +81,8 @@ def _check_params(path: Path, like: Any, saved: Any) -> None:
     """Name the first parameter that differs: Orbax's own error does not."""
 
     def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        return {jax.tree_util.keystr(key, simple=True, separator="/"): tuple(leaf.shape) for key, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
 
     wanted, there = shapes(like), shapes(saved)
     for name in sorted(wanted.keys() | there.keys()):

