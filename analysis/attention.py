@@ -27,7 +27,7 @@ def sampled_layers(n_layer: int) -> tuple[int, ...]:
 def row_quantities(
     p: Float[Array, "*rows n"], where: Bool[Array, "#*rows n"] | None = None
 ) -> dict[str, Float[Array, "*rows"]]:
-    """The `QUANTITIES` of probability rows over their supports; `entropy` is NaN on a support of one, which has none."""
+    """The `QUANTITIES` of probability rows over their supports; `entropy` is NaN where the support is one."""
     mask = None if where is None else jnp.broadcast_to(where, p.shape)
     support = jnp.full(p.shape[:-1], p.shape[-1]) if mask is None else jnp.sum(mask, axis=-1)
     bracket = sens.theta_bracket(p, where=mask)
@@ -42,7 +42,7 @@ def row_quantities(
 
 
 def measure_rows(model: ModelConfig, params: gpt.Params, tokens: Int[Array, "b t"], layers: Sequence[int]) -> Rows:
-    """Quantities of all attention rows of some layers. Holds one layer's attention at a time; call it under `jax.jit`."""
+    """Quantities of all rows of some layers, holding one layer's attention at a time. Call it under `jax.jit`."""
     t = tokens.shape[-1]
     causal = (jnp.arange(t)[:, None] >= jnp.arange(t)[None, :]).reshape(1, 1, t, t)
     _, entering = gpt.scan_blocks(model, params, gpt.embed(model, params, tokens), collect=lambda _, x: x)

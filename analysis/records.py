@@ -3,12 +3,12 @@
 ::
 
     RUN/
-      config.json       the resolved configuration, every field (written once, compared on a restart)
+      config.json       the resolved configuration, every field (compared on a restart)
       versions.json     what it ran on: Python and package versions, platform, devices (informative only)
       updates.jsonl     one line an update (`UPDATE_COLUMNS`)
       attention.jsonl   one line an (update, layer, head, quantity) (`ATTENTION_COLUMNS`)
       layers.jsonl      one line an (update, layer) (`LAYER_COLUMNS`)
-      timing.jsonl      one line an update (`TIMING_COLUMNS`): wall clock: the one table that two equal runs do not share
+      timing.jsonl      one line an update (`TIMING_COLUMNS`): wall clock, which equal runs do not share
       checkpoints/      parameters, optimizer state, data position and update number
       probe/            what was measured offline on a checkpoint (written by `sens probe`)
 
