@@ -193,7 +193,7 @@ def theta_against_p_max(rows: dict[str, pl.DataFrame]) -> Figure:
 
 @styled
 def through_depth(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Figure:
-    """A first look through depth at the last checkpoints: the identity term's share, and post-LN's a_{k,i}.
+    """A first look through depth at the last checkpoints: the identity's share, and post-LN's a_{k,i}.
 
     Corollary A.3: the LayerNorm-only term contracts geometrically if `a` stays below one in every sublayer.
     """
@@ -210,7 +210,12 @@ def through_depth(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Figure
             share.plot(part["sublayer"], part["identity_share"], **dots)
             if run.placement == "post":
                 contraction.plot(part["sublayer"], part["a_max"], **dots)
-    _label(share, "(a) Share of the identity term (○ attention, □ FFN)", "sublayer", "share")
+    _label(
+        share,
+        "(a) Identity share of each sublayer (○ attention, □ FFN)",
+        "sublayer",
+        "squared cosine of Jacobian and identity",
+    )
     _label(
         contraction,
         "(b) post-LN: $a_k$, greatest and (pale) mean over tokens",

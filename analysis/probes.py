@@ -28,9 +28,10 @@ CLOSED = 1e-6
 """Width at which a bracket counts as one number."""
 
 DEPTH_COLUMNS: Mapping[str, Any] = {
+    "update": pl.Int64,
     "sublayer": pl.Int64,  # from the input up: attention 0, FFN 1, attention 2, ...
     "kind": pl.String,  # "attention" or "ffn"
-    "identity_share": pl.Float64,  # of the identity term in the sublayer's Jacobian
+    "identity_share": pl.Float64,  # squared cosine between the sublayer's Jacobian and the identity
     "a_max": pl.Float64,  # over tokens, of a_{k,i} of Corollary A.3
     "a_mean": pl.Float64,
 }

@@ -186,14 +186,16 @@ def _depth(runs: Sequence[Run], depths: Mapping[str, pl.DataFrame], drawings: Pa
     return html_page.section(
         "Through depth",
         "A pre-LN sublayer's Jacobian is I + J: the identity term is there by construction. A post-LN sublayer's is "
-        "J_LN (I + J): no bare identity. Let a be a LayerNorm's greatest gain over the standard deviation it divides "
-        "by. Corollary A.3: if a stays below one at every token and sublayer, the term of LayerNorms alone contracts "
+        "J_LN (I + J): no bare identity. The identity share is the squared cosine between a sublayer's Jacobian and "
+        "the identity: one for the identity itself, near zero for a random map.",
+        "Let a be a LayerNorm's greatest gain over the standard deviation it divides by. Corollary A.3: if a stays "
+        "below one at every token and sublayer of a post-LN model, the term of LayerNorms alone contracts "
         "geometrically, at most like the product of the greatest a. This is a sufficient condition about that one "
         "term, not about the whole gradient.",
         html_page.figure(
             drawings / "figure_5_depth",
             figures.through_depth(probed, found),
-            "Depth, first look. Left: share of the identity term by sublayer. Right: a of post-LN, the line is at one.",
+            "Depth, first look. Left: identity share by sublayer. Right: a of post-LN, the line is at one.",
         ),
         html_page.table(findings.depth_table(probed, found)),
     )

@@ -16,6 +16,9 @@ from analysis.trajectories import block_norms, centre, envelope
 FINAL_WINDOW = 50
 """Updates that the final loss is the mean of."""
 
+NOT_COMPARED = {"train.seed", "data.directory"}
+"""Configuration fields in which two runs of one column may differ: ± is over seeds, and text may lie anywhere."""
+
 NOT_RECORDED = "not recorded"
 
 PAPER: Mapping[str, Mapping[str, str]] = {
@@ -151,7 +154,7 @@ def by_placement(runs: Sequence[Run]) -> dict[str, list[Run]]:
         for other in group:
             if other.seed == run.seed:
                 raise RecordError(f"{other.path} and {run.path}: both are {run.label}; give each run once")
-            if differing := differences(other.config, run.config) - {"train.seed"}:
+            if differing := differences(other.config, run.config) - NOT_COMPARED:
                 raise RecordError(f"{other.path} and {run.path}: more than the seed differs: {min(differing)}")
         group.append(run)
     return groups

@@ -34,7 +34,8 @@ def write_run(
         placement="pre" if placement == "pre" else "post",
     )  # fmt: skip
     train = TrainConfig(seed=seed, updates=planned or updates, warmup=0)
-    records.write_json(path / "config.json", {"model": dataclasses.asdict(model), "train": dataclasses.asdict(train)})
+    config = {"model": dataclasses.asdict(model), "train": dataclasses.asdict(train), "data": {"directory": str(path)}}
+    records.write_json(path / "config.json", config)
     records.write_json(
         path / "versions.json", {"python": "3.11.2", "packages": {"jax": "0.10.2"}, "devices": ["cpu <0>"]}
     )
@@ -117,7 +118,16 @@ def write_probe(
     for sublayer in range(2 * n_layer):
         kind = ("attention", "ffn")[sublayer % 2]
         share, a = 0.9**sublayer, (1.2 if done else 0.9) * 0.99**sublayer
-        lines.append({"sublayer": sublayer, "kind": kind, "identity_share": share, "a_max": a, "a_mean": 0.7 * a})
+        lines.append(
+            {
+                "update": update,
+                "sublayer": sublayer,
+                "kind": kind,
+                "identity_share": share,
+                "a_max": a,
+                "a_mean": 0.7 * a,
+            }
+        )
     records.write_text(path / "probe" / "depth.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
