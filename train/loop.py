@@ -146,7 +146,7 @@ def _jitted_update(model: ModelConfig, settings: TrainConfig) -> Callable[..., t
 
 
 @functools.cache
-def _jitted_rows(model: ModelConfig, layers: tuple[int, ...]) -> Callable[..., Any]:
+def jitted_rows(model: ModelConfig, layers: tuple[int, ...]) -> Callable[..., Any]:
     return jax.jit(functools.partial(measure_rows, model, layers=layers))
 
 
@@ -166,7 +166,7 @@ def _telemetry(
     settings = config.train
     if _due(update, settings.attention_every, settings.updates):
         layers = sampled_layers(config.model.n_layer)
-        rows = jax.device_get(_jitted_rows(config.model, layers)(params, tokens))
+        rows = jax.device_get(jitted_rows(config.model, layers)(params, tokens))
         yield "attention", list(record_rows(update, layers, rows))
     if _due(update, settings.layers_every, settings.updates):
         figures = jax.device_get(_jitted_layers(config.model)(params, tokens))

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import numpy as np
 import polars as pl
 
 from analysis import records
-from analysis.attention import measure_rows, sampled_layers
+from analysis.attention import sampled_layers
 from analysis.depth import measure_depth, record_depth
-from models import gpt
+from models import ModelConfig, gpt
 from train import checkpoint, step
 from train.data import TokenDataset, batches
-from train.loop import open_data
+from train.loop import jitted_rows, open_data
 from train.presets import RunConfig, from_json
 
 ROWS = "rows.parquet"
@@ -66,15 +67,19 @@ def probe(run: Path, update: int | None = None, data: Path | None = None) -> Pat
     out = run / "probe"
     out.mkdir(exist_ok=True)
     layers = sampled_layers(config.model.n_layer)
-    rows = jax.device_get(jax.jit(functools.partial(measure_rows, config.model, layers=layers))(params, tokens))
+    rows = jax.device_get(jitted_rows(config.model, layers)(params, tokens))
     temporary = out / (ROWS + ".tmp")
     _rows_frame(at, layers, rows).write_parquet(temporary)
     temporary.replace(out / ROWS)
-    measure = jax.jit(functools.partial(measure_depth, config.model))
-    figures = jax.device_get(measure(params, tokens, key=jax.random.key(0)))
+    figures = jax.device_get(_jitted_depth(config.model)(params, tokens, key=jax.random.key(0)))
     lines = [json.dumps(line) for line in record_depth(at, figures)]
     records.write_text(out / DEPTH, "\n".join(lines) + "\n")
     return out
+
+
+@functools.cache
+def _jitted_depth(model: ModelConfig) -> Callable[..., Any]:
+    return jax.jit(functools.partial(measure_depth, model))
 
 
 def _rows_frame(update: int, layers: tuple[int, ...], rows: dict[str, Any]) -> pl.DataFrame:
