@@ -4,8 +4,10 @@ Parameters are a nested dict of arrays::
 
     {"ends": {"tokens", "positions", "norm_final"}, "blocks": {"norm_attention", "attention", "norm_ffn", "ffn"}}
 
-in which every array under `blocks` has a leading layer axis: the depth is scanned, so compile time does not grow with it.
-`layer(params, l)` cuts out one block; the sublayer functions take that, and are what Jacobian probes differentiate.
+in which every array under `blocks` has a leading layer axis: the depth is scanned, so compile time does not grow with
+it. (`shapes(config)` shows all of it: a configuration has the arrays that it uses.) `layer(params, l)` cuts out one
+block; the sublayer functions take that, and are what Jacobian probes differentiate. Padding is marked by `where`: true
+for the tokens of a sequence that are real.
 """
 
 import functools
@@ -15,10 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from models.config import ModelConfig
 from models.layers import Block, Ends
+from models.layers import support as support
 
 Params = dict[str, Any]
 
@@ -51,10 +54,14 @@ def init(config: ModelConfig, key: PRNGKeyArray) -> Params:
     }
 
 
+def shapes(config: ModelConfig) -> Params:
+    """Shape and dtype of every parameter, without allocating one."""
+    return jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+
+
 def count_parameters(config: ModelConfig) -> int:
     """Number of parameters, from shapes alone (the tied head counts once)."""
-    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes(config)))
 
 
 def layer(params: Params, index: int | Int[Array, ""]) -> Params:
@@ -62,9 +69,16 @@ def layer(params: Params, index: int | Int[Array, ""]) -> Params:
     return jax.tree.map(lambda leaf: leaf[index], params["blocks"])
 
 
-def embed(config: ModelConfig, params: Params, tokens: Int[Array, "*b t"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
+def embed(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "*b t"],
+    key: PRNGKeyArray | None = None,
+    *,
+    token_types: Int[Array, "*b t"] | None = None,
+) -> Float[Array, "*b t d"]:
     """The residual stream that enters block 0."""
-    return _ends(config, params).embed(tokens, key)
+    return _ends(config, params).embed(tokens, key, token_types)
 
 
 def logits(config: ModelConfig, params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b t v"]:
@@ -72,24 +86,35 @@ def logits(config: ModelConfig, params: Params, x: Float[Array, "*b t d"]) -> Fl
     return _ends(config, params).logits(x)
 
 
-def block(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
+def block(
+    config: ModelConfig,
+    block_params: Params,
+    x: Float[Array, "*b t d"],
+    key: PRNGKeyArray | None = None,
+    *,
+    where: Bool[Array, "*b t"] | None = None,
+) -> Float[Array, "*b t d"]:
     """One block, as a map of the residual stream."""
-    return _block(config, block_params)(x, key)
+    return _block(config, block_params)(x, key, where)
 
 
-def attention_sublayer(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
-    """The attention half of a block with its residual and LayerNorm, in evaluation mode."""
-    return _block(config, block_params).attention_sublayer(x)
+def attention_sublayer(
+    config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"], *, where: Bool[Array, "*b t"] | None = None
+) -> Float[Array, "*b t d"]:
+    """The attention half of a block with its residual and norm, in evaluation mode."""
+    return _block(config, block_params).attention_sublayer(x, where=where)
 
 
 def ffn_sublayer(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
-    """The FFN half of a block with its residual and LayerNorm, in evaluation mode."""
+    """The FFN half of a block with its residual and norm, in evaluation mode."""
     return _block(config, block_params).ffn_sublayer(x)
 
 
-def attention_branch(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
+def attention_branch(
+    config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"], *, where: Bool[Array, "*b t"] | None = None
+) -> Float[Array, "*b t d"]:
     """What the attention half adds to the residual stream, in evaluation mode: pre `MHA(LN(X))`, post `MHA(X)`."""
-    return _block(config, block_params).attention_branch(x)
+    return _block(config, block_params).attention_branch(x, where=where)
 
 
 def attention_join(
@@ -111,9 +136,11 @@ def ffn_join(
     return _block(config, block_params).ffn_join(x, branch)
 
 
-def attention(config: ModelConfig, block_params: Params, u: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
+def attention(
+    config: ModelConfig, block_params: Params, u: Float[Array, "*b t d"], *, where: Bool[Array, "*b t"] | None = None
+) -> Float[Array, "*b t d"]:
     """`MHA(U)` alone, in evaluation mode (dropout off): the map that Theorem 4.1 bounds."""
-    return _block(config, block_params).attention(u)
+    return _block(config, block_params).attention(u, where=where)
 
 
 def ffn(config: ModelConfig, block_params: Params, u: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
@@ -122,12 +149,12 @@ def ffn(config: ModelConfig, block_params: Params, u: Float[Array, "*b t d"]) ->
 
 
 def norm_attention(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
-    """The LayerNorm of the attention sublayer."""
+    """The norm of the attention sublayer."""
     return _block(config, block_params).norm_attention(x)
 
 
 def norm_ffn(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
-    """The LayerNorm of the FFN sublayer."""
+    """The norm of the FFN sublayer."""
     return _block(config, block_params).norm_ffn(x)
 
 
@@ -137,17 +164,33 @@ def attention_input(config: ModelConfig, block_params: Params, x: Float[Array, "
 
 
 def norm_gains(
-    config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]
+    config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"], *, where: Bool[Array, "*b t"] | None = None
 ) -> tuple[Float[Array, "*b t"], Float[Array, "*b t"]]:
-    """`a_{k,i} = ||gamma||_inf / sigma(y_i)` of a block's attention and FFN LayerNorm, at every token (Corollary A.3)."""
+    """`a_{k,i} = ||gamma||_inf / sigma(y_i)` of a block's attention and FFN norm, at every token (Corollary A.3)."""
     module = _block(config, block_params)
-    y_attention, y_ffn = module.norm_inputs(x)
+    y_attention, y_ffn = module.norm_inputs(x, where)
     return module.norm_attention.gain(y_attention), module.norm_ffn.gain(y_ffn)
 
 
-def attention_weights(config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]) -> Float[Array, "*b h t t"]:
-    """A block's attention rows, in evaluation mode, from the residual stream that enters it."""
-    return _block(config, block_params).attention.weights(attention_input(config, block_params, x))
+def attention_weights(
+    config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"], *, where: Bool[Array, "*b t"] | None = None
+) -> Float[Array, "*b h t t"]:
+    """A block's attention rows, in evaluation mode, from the residual stream that enters it.
+
+    `support(config, t, where)` says where they may be non-zero.
+    """
+    return _block(config, block_params).attention.weights(attention_input(config, block_params, x), where)
+
+
+def queries_keys_values(
+    config: ModelConfig, block_params: Params, x: Float[Array, "*b t d"]
+) -> tuple[Float[Array, "*b t h c"], Float[Array, "*b t h c"], Float[Array, "*b t h c"]]:
+    """Queries and keys (with RoPE, rotated) and values of a block, from the residual stream that enters it.
+
+    By query head: a key or value head that several query heads share stands there once for each.
+    """
+    module, u = _block(config, block_params).attention, attention_input(config, block_params, x)
+    return *module.queries_and_keys(u), module.values(u)
 
 
 def scan_blocks(
@@ -156,20 +199,21 @@ def scan_blocks(
     x: Float[Array, "*b t d"],
     key: PRNGKeyArray | None = None,
     *,
+    where: Bool[Array, "*b t"] | None = None,
     remat: bool = False,
     collect: Callable[[Params, Float[Array, "*b t d"]], Any] | None = None,
 ) -> tuple[Float[Array, "*b t d"], Any]:
     """All blocks in order.
 
-    Returns the stream that leaves the last one, and `collect(block_params, x)` of every block and the stream that enters
-    it, stacked over layers (None without `collect`). With `remat` the backward pass computes each block again instead
-    of storing its inside.
+    Returns the stream that leaves the last one, and `collect(block_params, x)` of every block and the stream that
+    enters it, stacked over layers (None without `collect`). With `remat` the backward pass computes each block again
+    instead of storing its inside.
     """
 
     def body(x, block_and_key):
         block_params, block_key = block_and_key
         collected = None if collect is None else collect(block_params, x)
-        return block(config, block_params, x, block_key), collected
+        return block(config, block_params, x, block_key, where=where), collected
 
     keys = None if key is None else jax.random.split(key, config.n_layer)
     step = jax.checkpoint(body, prevent_cse=False) if remat else body  # inside a scan no guard against CSE is needed
@@ -177,15 +221,31 @@ def scan_blocks(
 
 
 def apply(
-    config: ModelConfig, params: Params, tokens: Int[Array, "*b t"], key: PRNGKeyArray | None = None, *, remat: bool = False
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "*b t"],
+    key: PRNGKeyArray | None = None,
+    *,
+    where: Bool[Array, "*b t"] | None = None,
+    token_types: Int[Array, "*b t"] | None = None,
+    remat: bool = False,
 ) -> Float[Array, "*b t v"]:
     """Logits of every position; with a key in training mode (dropout), without in evaluation mode."""
     key_embed, key_blocks = (None, None) if key is None else jax.random.split(key)
-    x, _ = scan_blocks(config, params, embed(config, params, tokens, key_embed), key_blocks, remat=remat)
+    x = embed(config, params, tokens, key_embed, token_types=token_types)
+    x, _ = scan_blocks(config, params, x, key_blocks, where=where, remat=remat)
     return logits(config, params, x)
 
 
-def hidden_states(config: ModelConfig, params: Params, tokens: Int[Array, "*b t"]) -> Float[Array, "n_plus_1 *b t d"]:
+def hidden_states(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "*b t"],
+    *,
+    where: Bool[Array, "*b t"] | None = None,
+    token_types: Int[Array, "*b t"] | None = None,
+) -> Float[Array, "n_plus_1 *b t d"]:
     """The residual stream that enters each block, and the one that leaves the last: `n_layer + 1` of them."""
-    x, entering = scan_blocks(config, params, embed(config, params, tokens), collect=lambda _, x: x)
+    x = embed(config, params, tokens, token_types=token_types)
+    x, entering = scan_blocks(config, params, x, where=where, collect=lambda _, x: x)
     return jnp.concatenate([entering, x[None]])

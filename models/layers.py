@@ -1,16 +1,17 @@
 """The layers as Flax NNX modules: definition and initialisation of parameters, and the map each of them is.
 
 Modules hold no state but parameters: dropout keys come in as arguments (a key stored in a module would give the same
-mask at every call under `jax.jit` and `jax.lax.scan`). The dtype of a result is that of the parameters it is called with,
-except attention weights, which are float32 at least.
+mask at every call under `jax.jit` and `jax.lax.scan`). The dtype of a result is that of the parameters it is called
+with, except attention weights, which are float32 at least.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from models.config import ModelConfig
 
@@ -32,119 +33,188 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64) if dtype == jnp.float64 else jnp.dtype(jnp.float32)
 
 
-class Linear(nnx.Linear):
-    """`x W`, bias-free, on the last axis.
+class Linear(nnx.Module):
+    """`x W`, or `x W + b`, on the last axis.
 
     Leading axes are flattened first: with two or more of them XLA's CPU backend computes the gradient of W without its
     fast matrix product, at two to three times the cost.
     """
 
-    def __init__(self, d_in: int, d_out: int, std: float, rngs: nnx.Rngs):
-        super().__init__(d_in, d_out, use_bias=False, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+    def __init__(self, d_in: int, d_out: int, std: float, rngs: nnx.Rngs, *, bias: bool = False):
+        self.kernel = nnx.Param(nnx.initializers.normal(std)(rngs.params(), (d_in, d_out), jnp.float32))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(d_out, jnp.float32))
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        return super().__call__(x.reshape(-1, self.in_features)).reshape(*x.shape[:-1], self.out_features)
+        kernel = self.kernel[...]
+        y = x.reshape(-1, kernel.shape[0]) @ kernel
+        if hasattr(self, "bias"):
+            y = y + self.bias[...][None]
+        return y.reshape(*x.shape[:-1], kernel.shape[1])
 
 
-class LayerNorm(nnx.Module):
-    """`gamma (x - mu) / sigma + beta` with `sigma = sqrt(var + eps)`, population variance, over the last axis.
+class Norm(nnx.Module):
+    """LayerNorm or RMSNorm over the last axis.
 
-    Statistics are float32 at least and the variance is that of the centred input. (Flax's own layer promotes dtypes
-    implicitly, which strict promotion refuses.)
+    LayerNorm is `gamma (x - mu) / sigma + beta` with `sigma = sqrt(var + eps)`, population variance; RMSNorm is
+    `gamma x / sigma` with `sigma = sqrt(mean(x^2) + eps)`. Statistics are float32 at least and the variance is that of
+    the centred input. (Flax's own layers promote dtypes implicitly, which strict promotion refuses.)
     """
 
     def __init__(self, config: ModelConfig):
         self.config = config
         self.scale = nnx.Param(jnp.ones(config.d_model, jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(config.d_model, jnp.float32))
+        if config.norm == "layer":
+            self.bias = nnx.Param(jnp.zeros(config.d_model, jnp.float32))
 
     def sigma(self, x: Float[Array, "*b d"]) -> Float[Array, "*b 1"]:
-        """`sqrt(var(x) + eps)` of every token."""
+        """`sqrt(var(x) + eps)` of every token, for RMSNorm `sqrt(mean(x^2) + eps)`."""
         x = x.astype(accumulator(x.dtype))
+        if self.config.norm == "rms":
+            return jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.config.ln_eps)
         return jnp.sqrt(jnp.var(x, axis=-1, keepdims=True) + self.config.ln_eps)
 
     def gain(self, x: Float[Array, "*b d"]) -> Float[Array, "*b"]:
-        """`||gamma||_inf / sigma(x)` of every token, the `a_{k,i}` of Corollary A.3: bounds the Jacobian's norm there."""
+        """`||gamma||_inf / sigma(x)` of every token: the `a_{k,i}` of Corollary A.3, a bound on the Jacobian there."""
         return (jnp.max(jnp.abs(self.scale[...])).astype(accumulator(x.dtype)) / self.sigma(x))[..., 0]
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         wide = x.astype(accumulator(x.dtype))
-        normalised = (wide - jnp.mean(wide, axis=-1, keepdims=True)) / self.sigma(wide)
         one_each = (1,) * (x.ndim - 1) + (-1,)
+        if self.config.norm == "rms":
+            return (wide / self.sigma(wide)).astype(x.dtype) * self.scale[...].reshape(one_each)
+        normalised = (wide - jnp.mean(wide, axis=-1, keepdims=True)) / self.sigma(wide)
         return normalised.astype(x.dtype) * self.scale[...].reshape(one_each) + self.bias[...].reshape(one_each)
 
 
+def support(config: ModelConfig, t: int, where: Bool[Array, "*b t"] | None = None) -> Bool[Array, "*b_1 t t"]:
+    """Where attention rows may be non-zero: no later token if causal, none outside the window, no padding.
+
+    Shape (query, key), with `where` (*b, 1, query, key). A token always sees itself, so that no row is empty: that of
+    a padding token means nothing, but is finite.
+    """
+    query, key = jnp.arange(t)[:, None], jnp.arange(t)[None, :]
+    seen = query >= key if config.causal else jnp.ones((t, t), bool)
+    if config.window is not None:
+        seen = seen & (query - key < config.window)
+    if where is None:
+        return seen
+    square = (1,) * where.ndim + (t, t)
+    return (seen.reshape(square) & where[..., None, None, :]) | (query == key).reshape(square)
+
+
+def rotate(config: ModelConfig, x: Float[Array, "*b t h c"]) -> Float[Array, "*b t h c"]:
+    """RoPE, an orthogonal map: entries `i`, `i + c/2` of the token at position m turn by `m theta^(-2i/c) / divisor_i`.
+
+    The angles are constants of the shape, made in float64: a float32 angle at position 10^4 is off by 10^-3.
+    """
+    t, c = x.shape[-3], x.shape[-1]
+    divisors = np.asarray(config.rope_divisors or 1.0)
+    angles = np.outer(np.arange(t), config.rope_theta ** (-np.arange(0, c, 2) / c) / divisors)
+    dtype = accumulator(x.dtype)
+    cos, sin = (jnp.asarray(f(angles), dtype).reshape((1,) * (x.ndim - 3) + (t, 1, c // 2)) for f in (np.cos, np.sin))
+    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
 class Attention(nnx.Module):
-    """Causal multi-head attention, bias-free: `[A_1 V_1 | ... | A_H V_H] W^O` (theory.md, section 3)."""
+    """Multi-head attention: `[A_1 V_1 | ... | A_H V_H] W^O` (theory.md, section 3)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        d, std = config.d_model, config.init_std
+        d, std, bias = config.d_model, config.init_std, config.qkv_bias
+        inner, shared = config.n_head * config.d_head, config.kv_heads * config.d_head
         self.config = config
-        self.query = Linear(d, d, std, rngs)
-        self.key = Linear(d, d, std, rngs)
-        self.value = Linear(d, d, std, rngs)
-        self.out = Linear(d, d, std / math.sqrt(2 * config.n_layer), rngs)
+        self.query = Linear(d, inner, std, rngs, bias=bias)
+        self.key = Linear(d, shared, std, rngs, bias=bias)
+        self.value = Linear(d, shared, std, rngs, bias=bias)
+        self.out = Linear(inner, d, std / math.sqrt(2 * config.n_layer), rngs, bias=config.out_bias)
 
-    def _heads(self, x: Float[Array, "*b t d"]) -> Float[Array, "*b t h k"]:
-        return x.reshape(*x.shape[:-1], self.config.n_head, self.config.d_head)
+    def _heads(self, x: Float[Array, "*b t i"]) -> Float[Array, "*b t h c"]:
+        """By query head: a key or value head stands once for each query head that shares it."""
+        heads = x.reshape(*x.shape[:-1], -1, self.config.d_head)
+        shared_by = self.config.n_head // heads.shape[-2]
+        return heads if shared_by == 1 else jnp.repeat(heads, shared_by, axis=-2)
 
-    def weights(self, u: Float[Array, "*b t d"]) -> Float[Array, "*b h t t"]:
-        """Attention rows `A_h = softmax(Q_h K_h^T / (sqrt(d_head) tau))` over the causal support."""
+    def queries_and_keys(self, u: Float[Array, "*b t d"]) -> tuple[Float[Array, "*b t h c"], Float[Array, "*b t h c"]]:
+        """What the scores are products of: with RoPE, rotated."""
         q, k = self._heads(self.query(u)), self._heads(self.key(u))
+        return (rotate(self.config, q), rotate(self.config, k)) if self.config.positions == "rope" else (q, k)
+
+    def values(self, u: Float[Array, "*b t d"]) -> Float[Array, "*b t h c"]:
+        """What the rows mix."""
+        return self._heads(self.value(u))
+
+    def weights(self, u: Float[Array, "*b t d"], where: Bool[Array, "*b t"] | None = None) -> Float[Array, "*b h t t"]:
+        """Attention rows `A_h = softmax(Q_h K_h^T / (sqrt(d_head) tau))` over their `support`."""
+        q, k = self.queries_and_keys(u)
         scale = 1 / (math.sqrt(self.config.d_head) * self.config.tau)
         accumulate = accumulator(u.dtype)
-        scores = jnp.einsum("...qhc,...khc->...hqk", q * jnp.asarray(scale, q.dtype), k, preferred_element_type=accumulate)
-        t = u.shape[-2]
-        causal = jnp.arange(t)[:, None] >= jnp.arange(t)[None, :]
-        causal = causal.reshape((1,) * (scores.ndim - 2) + causal.shape)
-        return jax.nn.softmax(scores, axis=-1, where=causal)
+        scores = jnp.einsum(
+            "...qhc,...khc->...hqk", q * jnp.asarray(scale, q.dtype), k, preferred_element_type=accumulate
+        )
+        mask = support(self.config, u.shape[-2], where)
+        mask = mask.reshape((1,) * (scores.ndim - mask.ndim) + mask.shape)
+        return jax.nn.softmax(scores, axis=-1, where=mask)
 
-    def __call__(self, u: Float[Array, "*b t d"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
-        a = dropout(self.weights(u), self.config.dropout, key)
-        v = self._heads(self.value(u))
+    def __call__(
+        self, u: Float[Array, "*b t d"], key: PRNGKeyArray | None = None, where: Bool[Array, "*b t"] | None = None
+    ) -> Float[Array, "*b t d"]:
+        a = dropout(self.weights(u, where), self.config.dropout, key)
+        v = self.values(u)
         mixed = jnp.einsum("...hqk,...khc->...qhc", a.astype(v.dtype), v)
-        return self.out(mixed.reshape(u.shape))
+        return self.out(mixed.reshape(*u.shape[:-1], -1))
 
 
 class FeedForward(nnx.Module):
-    """`gelu(x W_1) W_2`, bias-free, with the exact GELU."""
+    """`gelu(x W_up) W_down`, or `(silu(x W_gate) * x W_up) W_down`."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        d, hidden, std, bias = config.d_model, config.d_ff, config.init_std, config.ffn_bias
         self.config = config
-        self.up = Linear(config.d_model, config.d_ff, config.init_std, rngs)
-        self.down = Linear(config.d_ff, config.d_model, config.init_std / math.sqrt(2 * config.n_layer), rngs)
+        self.up = Linear(d, hidden, std, rngs, bias=bias)
+        self.down = Linear(hidden, d, std / math.sqrt(2 * config.n_layer), rngs, bias=bias)
+        if config.ffn == "swiglu":
+            self.gate = Linear(d, hidden, std, rngs, bias=bias)
 
     def __call__(self, u: Float[Array, "*b t d"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
-        return dropout(self.down(jax.nn.gelu(self.up(u), approximate=False)), self.config.dropout, key)
+        if self.config.ffn == "swiglu":
+            hidden = jax.nn.silu(self.gate(u)) * self.up(u)
+        else:
+            hidden = jax.nn.gelu(self.up(u), approximate=self.config.ffn == "gelu_tanh")
+        return dropout(self.down(hidden), self.config.dropout, key)
 
 
 class Block(nnx.Module):
-    """An attention sublayer and an FFN sublayer, with the LayerNorm before (`pre`) or after (`post`) the residual sum."""
+    """An attention sublayer and an FFN sublayer, with the norm before (`pre`) or after (`post`) the residual sum."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.norm_attention = LayerNorm(config)
+        self.norm_attention = Norm(config)
         self.attention = Attention(config, rngs=rngs)
-        self.norm_ffn = LayerNorm(config)
+        self.norm_ffn = Norm(config)
         self.ffn = FeedForward(config, rngs=rngs)
 
-    def _branch(self, norm, f, x, key):
-        return f(norm(x), key) if self.config.placement == "pre" else f(x, key)
+    def _branch(self, norm, f, x, *arguments):
+        return f(norm(x), *arguments) if self.config.placement == "pre" else f(x, *arguments)
 
     def _join(self, norm, x, branch):
         return x + branch if self.config.placement == "pre" else norm(x + branch)
 
-    def attention_branch(self, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
+    def attention_branch(
+        self, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None, where: Bool[Array, "*b t"] | None = None
+    ) -> Float[Array, "*b t d"]:
         """What the attention sublayer adds to the stream: pre `MHA(LN(X))`, post `MHA(X)`."""
-        return self._branch(self.norm_attention, self.attention, x, key)
+        return self._branch(self.norm_attention, self.attention, x, key, where)
 
     def attention_join(self, x: Float[Array, "*b t d"], branch: Float[Array, "*b t d"]) -> Float[Array, "*b t d"]:
         """How it is added: pre `X + B`, post `LN(X + B)`."""
         return self._join(self.norm_attention, x, branch)
 
-    def attention_sublayer(self, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
+    def attention_sublayer(
+        self, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None, where: Bool[Array, "*b t"] | None = None
+    ) -> Float[Array, "*b t d"]:
         """Pre `X + MHA(LN(X))`, post `LN(X + MHA(X))`."""
-        return self.attention_join(x, self.attention_branch(x, key))
+        return self.attention_join(x, self.attention_branch(x, key, where))
 
     def ffn_branch(self, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
         """What the FFN sublayer adds to the stream: pre `FFN(LN(X))`, post `FFN(X)`."""
@@ -158,40 +228,79 @@ class Block(nnx.Module):
         """Pre `X + FFN(LN(X))`, post `LN(X + FFN(X))`."""
         return self.ffn_join(x, self.ffn_branch(x, key))
 
-    def norm_inputs(self, x: Float[Array, "*b t d"]) -> tuple[Float[Array, "*b t d"], Float[Array, "*b t d"]]:
-        """What the two LayerNorms act on, in evaluation mode: pre `X` and `Z`, post `X + MHA(X)` and `Z + FFN(Z)`."""
-        z = self.attention_sublayer(x)
+    def norm_inputs(
+        self, x: Float[Array, "*b t d"], where: Bool[Array, "*b t"] | None = None
+    ) -> tuple[Float[Array, "*b t d"], Float[Array, "*b t d"]]:
+        """What the two norms act on, in evaluation mode: pre `X` and `Z`, post `X + MHA(X)` and `Z + FFN(Z)`."""
+        z = self.attention_sublayer(x, where=where)
         if self.config.placement == "pre":
             return x, z
-        return x + self.attention(x), z + self.ffn(z)
+        return x + self.attention(x, where=where), z + self.ffn(z)
 
-    def __call__(self, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
+    def __call__(
+        self, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None, where: Bool[Array, "*b t"] | None = None
+    ) -> Float[Array, "*b t d"]:
         key_attention, key_ffn = (None, None) if key is None else jax.random.split(key)
-        return self.ffn_sublayer(self.attention_sublayer(x, key_attention), key_ffn)
+        return self.ffn_sublayer(self.attention_sublayer(x, key_attention, where), key_ffn)
 
 
 class Ends(nnx.Module):
-    """What stands before and after the blocks: embeddings, the final LayerNorm of pre-LN, and the tied head."""
+    """What stands before and after the blocks: embeddings and their norm, the final norm of pre-LN, and the head."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         normal = nnx.initializers.normal(config.init_std)
+        embedding = lambda rows: nnx.Embed(rows, config.d_model, embedding_init=normal, rngs=rngs)  # noqa: E731
         self.config = config
-        self.tokens = nnx.Embed(config.vocab_size, config.d_model, embedding_init=normal, rngs=rngs)
-        self.positions = nnx.Embed(config.context, config.d_model, embedding_init=normal, rngs=rngs)
+        self.tokens = embedding(config.vocab_size)
+        if config.positions == "learned":
+            self.positions = embedding(config.context)
+        if config.token_types:
+            self.token_types = embedding(config.token_types)
+        if config.embedding_norm:
+            self.norm_embedding = Norm(config)
         if config.placement == "pre":
-            self.norm_final = LayerNorm(config)
+            self.norm_final = Norm(config)
+        if config.head == "untied":
+            self.head = embedding(config.vocab_size)
+        if config.head == "masked":
+            self.transform = Linear(config.d_model, config.d_model, config.init_std, rngs, bias=True)
+            self.norm_head = Norm(config)
+            self.head_bias = nnx.Param(jnp.zeros(config.vocab_size, jnp.float32))
 
-    def embed(self, tokens: Int[Array, "*b t"], key: PRNGKeyArray | None = None) -> Float[Array, "*b t d"]:
-        """Token plus position embeddings."""
-        t = tokens.shape[-1]
-        if t > self.config.context:
-            raise ValueError(f"{t} tokens are more than the model's {self.config.context} positions")
-        positions = self.positions.embedding[...][:t].reshape((1,) * (tokens.ndim - 1) + (t, self.config.d_model))
-        return dropout(self.tokens.embedding[...][tokens] + positions, self.config.dropout, key)
+    def embed(
+        self,
+        tokens: Int[Array, "*b t"],
+        key: PRNGKeyArray | None = None,
+        token_types: Int[Array, "*b t"] | None = None,
+    ) -> Float[Array, "*b t d"]:
+        """The embeddings of token, position (if learned) and type (0 unless given), summed, and their norm if any."""
+        t, config = tokens.shape[-1], self.config
+        if t > config.context:
+            raise ValueError(f"{t} tokens are more than the model's {config.context} positions")
+        if token_types is not None and not config.token_types:
+            raise ValueError("token_types given to a model without token types")
+        x = self.tokens.embedding[...][tokens]
+        if config.positions == "learned":
+            positions = self.positions.embedding[...][:t].reshape((1,) * (tokens.ndim - 1) + (t, config.d_model))
+            x = x + positions
+        if config.token_types:
+            types = jnp.zeros_like(tokens) if token_types is None else token_types
+            x = x + self.token_types.embedding[...][types]
+        if config.embedding_norm:
+            x = self.norm_embedding(x)
+        return dropout(x, config.dropout, key)
 
     def logits(self, x: Float[Array, "*b t d"]) -> Float[Array, "*b t v"]:
-        """Logits through the transposed token embedding, accumulated in float32 at least."""
-        if self.config.placement == "pre":
+        """Logits of every position, accumulated in float32 at least."""
+        config = self.config
+        if config.head == "none":
+            raise ValueError("this model has no head: it gives hidden states, no logits")
+        if config.placement == "pre":
             x = self.norm_final(x)
-        accumulate = accumulator(x.dtype)
-        return jnp.einsum("...d,vd->...v", x, self.tokens.embedding[...], preferred_element_type=accumulate)
+        if config.head == "masked":
+            x = self.norm_head(jax.nn.gelu(self.transform(x), approximate=config.ffn == "gelu_tanh"))
+        rows = (self.head if config.head == "untied" else self.tokens).embedding[...]
+        logits = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=accumulator(x.dtype))
+        if config.head == "masked":
+            logits = logits + self.head_bias[...].astype(logits.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        return logits
