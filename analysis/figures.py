@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from analysis.plotting import (
     BRACKET_COLOUR,
@@ -214,7 +215,7 @@ def through_depth(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Figure
         share,
         "(a) Identity share of each sublayer (○ attention, □ FFN)",
         "sublayer",
-        "squared cosine of Jacobian and identity",
+        "squared cosine with the identity",
     )
     _label(
         contraction,
@@ -234,4 +235,6 @@ def through_depth(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Figure
 def _label(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title)
     axes.set_xlabel(x)
+    if x in ("update", "block", "sublayer"):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel(y)

@@ -31,6 +31,7 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.formatter.useoffset": False,
     "grid.color": "#DDDDDD",
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.2,
@@ -85,11 +86,11 @@ def placements(runs: Sequence[Run]) -> dict[str, list[Run]]:
     }
 
 
-def band(axes: Axes, table: pl.DataFrame, colour: str, **options: Any) -> None:
-    """Fill between the columns `low` and `high` over `update`."""
+def band(axes: Axes, table: pl.DataFrame, colour: str) -> None:
+    """Fill between the columns `low` and `high` over `update`, with a thin edge: overlapping bands stay apart."""
     axes.fill_between(
         table["update"].to_numpy(), table["low"].to_numpy(), table["high"].to_numpy(),
-        color=colour, linewidth=0, alpha=0.18, **options,
+        facecolor=(colour, 0.15), edgecolor=(colour, 0.7), linewidth=0.6,
     )  # fmt: skip
 
 
