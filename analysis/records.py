@@ -81,13 +81,13 @@ def _path(run: Path, table: str) -> Path:
 
 
 def append(run: Path, table: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append rows to a table in one write; every row must have exactly the table's columns."""
+    """Append rows to a table in one write; every row must have exactly the table's columns and finite numbers."""
     columns = TABLES[table]
     lines = []
     for row in rows:
         if row.keys() != columns.keys():
             raise RecordError(f"table {table!r} wants columns {sorted(columns)}, got {sorted(row)}")
-        lines.append(json.dumps(dict(row)))
+        lines.append(json.dumps(dict(row), allow_nan=False))
     if lines:
         with _path(run, table).open("a", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
@@ -134,19 +134,30 @@ def read_config(run: Path) -> dict[str, Any]:
     if not path.is_file():
         raise RecordError(f"{run}: not a run directory (it has no config.json)")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise RecordError(
             f"{path}: not JSON ({error}); it is written once when a run starts and is never edited"
         ) from error
+    if not isinstance(config, dict) or not config.keys() >= {"model", "train", "data"}:
+        raise RecordError(f"{path}: not the configuration of a run (it lacks model, train or data)")
+    return config
 
 
 def read_table(run: Path, table: str) -> pl.DataFrame:
-    """One table as a polars frame with the schema above; empty if nothing was recorded yet."""
+    """One table as a polars frame with the schema above; empty if nothing was recorded yet.
+
+    A last line without its end, which a crash or a write under way leaves, is not there yet.
+    """
     path = _path(run, table)
-    if not path.is_file() or path.stat().st_size == 0:
+    content = path.read_bytes() if path.is_file() else b""
+    whole = content[: content.rfind(b"\n") + 1]
+    if not whole:
         return pl.DataFrame(schema=dict(TABLES[table]))
-    return pl.read_ndjson(path, schema=dict(TABLES[table]))
+    try:
+        return pl.read_ndjson(whole, schema=dict(TABLES[table]))
+    except pl.exceptions.PolarsError as error:
+        raise RecordError(f"{path}: a line is damaged ({str(error).splitlines()[0]})") from error
 
 
 @dataclasses.dataclass(frozen=True)

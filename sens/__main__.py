@@ -217,15 +217,24 @@ def report(arguments: Sequence[str]) -> None:
         """Run directories."""
         out: Path = Path("report")
         """Where report.html and figures/ go."""
+        verification: Path | None = None
+        """The `verify.json` to show; by default the one in `out`, if there is one."""
 
     options = _parse(Report, "report", arguments)
     from analysis.records import read_runs
     from analysis.report import write_report
-    from train.reproduce import show_table
+    from train.reproduce import recorded_unigram_entropy, show_table
 
     runs = read_runs(options.runs)
     show_table(runs)
-    print(f"wrote {write_report(options.out, runs, command='sens report ' + ' '.join(map(str, options.runs)))}")
+    page = write_report(
+        options.out,
+        runs,
+        verification=options.verification,
+        unigram_entropy=recorded_unigram_entropy(runs),
+        command=f"sens report {' '.join(map(str, options.runs))}",
+    )
+    print(f"wrote {page}")
 
 
 def reproduce(arguments: Sequence[str]) -> None:

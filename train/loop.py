@@ -194,8 +194,8 @@ def _claim(run: Path, config: RunConfig, dataset: TokenDataset) -> None:
         if strangers:
             raise records.RecordError(f"{run}: not a run directory and not empty ({strangers[0]}); choose another")
         records.write_json(run / "versions.json", versions())
-        where = {"directory": str(dataset.directory.absolute())}
-        records.write_json(path, {**config.as_json(), "data": {**identity, **where}})
+        about = {"directory": str(dataset.directory.absolute()), "unigram_entropy": unigram_entropy(dataset)}
+        records.write_json(path, {**config.as_json(), "data": {**identity, **about}})
         return
     recorded = records.read_config(run)
     try:
@@ -208,6 +208,16 @@ def _claim(run: Path, config: RunConfig, dataset: TokenDataset) -> None:
         raise records.RecordError(
             f"{run}: made with another configuration ({'; '.join(changes)}); choose another directory"
         )
+
+
+def unigram_entropy(dataset: TokenDataset) -> float:
+    """Entropy of the text's token frequencies, nats a token: what a model reaches that knows frequencies alone."""
+    counts = np.zeros(dataset.index.vocab_size, np.int64)
+    for start in range(0, dataset.index.tokens, 2**22):
+        part = dataset.read(start, min(2**22, dataset.index.tokens - start))
+        counts += np.bincount(part, minlength=counts.size)
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
 
 
 _LOCK = ".lock"

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import rich.console
 
 from analysis import records, tables
@@ -12,7 +11,7 @@ from analysis.identity import verify
 from analysis.records import Run, read_runs
 from analysis.report import write_report
 from train import progress
-from train.data import TokenDataset, prepare
+from train.data import prepare
 from train.loop import train
 from train.presets import RunConfig
 from train.probe import DEPTH, ROWS, probe
@@ -50,7 +49,7 @@ def reproduce(out: Path, config: RunConfig, seeds: Sequence[int]) -> None:
     page = out / "report.html"
     if worked or not page.is_file():
         say("[bold]4. Figures and report[/bold]")
-        write_report(out, recorded, unigram_entropy=unigram_entropy(TokenDataset(out / "data", config.model.context)))
+        write_report(out, recorded, unigram_entropy=recorded_unigram_entropy(recorded))
     say(f"Report: {page}   figures: {out / 'figures'}")
 
 
@@ -59,14 +58,10 @@ def show_table(runs: Sequence[Run]) -> None:
     rich.console.Console().print(tables.to_rich(tables.table_1(runs)))
 
 
-def unigram_entropy(dataset: TokenDataset) -> float:
-    """Entropy of the text's token frequencies, nats a token: what a model reaches that knows frequencies alone."""
-    counts = np.zeros(dataset.index.vocab_size, np.int64)
-    for start in range(0, dataset.index.tokens, 2**22):
-        part = dataset.read(start, min(2**22, dataset.index.tokens - start))
-        counts += np.bincount(part, minlength=counts.size)
-    p = counts[counts > 0] / counts.sum()
-    return float(-(p * np.log(p)).sum())
+def recorded_unigram_entropy(runs: Sequence[Run]) -> float | None:
+    """The entropy of the text's token frequencies, if all runs saw the same text."""
+    values = {run.config["data"]["unigram_entropy"] for run in runs}
+    return values.pop() if len(values) == 1 else None
 
 
 def _variant(config: RunConfig, placement: str, seed: int) -> RunConfig:
