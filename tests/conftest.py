@@ -4,6 +4,7 @@
 """
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,7 +16,7 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", ".jax_cache")
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @pytest.fixture
@@ -30,3 +31,22 @@ def dtype(request) -> type:
     if request.param is np.float64 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         pytest.skip("x64 is off in this leg")
     return request.param
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A small text file."""
+    from tests.trained import write_corpus
+
+    return write_corpus(tmp_path_factory.mktemp("text") / "corpus.txt")
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, corpus) -> Path:
+    """A run of the `tiny` preset from start to end, its data set beside it in `data`: look, do not touch."""
+    from tests.trained import tiny
+    from train.loop import train
+
+    run = tmp_path_factory.mktemp("finished") / "run"
+    train(run, tiny(corpus), run.parent / "data")
+    return run

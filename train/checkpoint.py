@@ -14,6 +14,8 @@ from orbax.checkpoint import v1 as ocp
 
 FORMAT = "sens checkpoint 1"
 ITEM = "state"
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""In the name of a directory that a save is writing, or was when it was killed."""
 
 
 class CheckpointError(ValueError):
@@ -29,6 +31,13 @@ def open_checkpoints(directory: Path, keep: int) -> Iterator[ocp.training.Checkp
     with ocp.training.Checkpointer(
         str(directory.absolute()), preservation_policy=latest, cleanup_tmp_directories=True
     ) as checkpointer:
+        yield checkpointer
+
+
+@contextlib.contextmanager
+def reading(directory: Path) -> Iterator[ocp.training.Checkpointer]:
+    """The checkpoints of a run that may be going on in another process: nothing is removed, a save goes on."""
+    with ocp.training.Checkpointer(str(directory.absolute())) as checkpointer:
         yield checkpointer
 
 
@@ -50,7 +59,8 @@ def restore(
     saved = [checkpoint.step for checkpoint in checkpointer.checkpoints]
     directory = Path(checkpointer.directory)
     if not saved:
-        strangers = sorted(path.name for path in directory.iterdir())
+        # Orbax removes what a killed save left in the background: some of it may still be there.
+        strangers = sorted(path.name for path in directory.iterdir() if UNFINISHED not in path.name)
         if strangers:
             raise CheckpointError(f"{directory}: not a directory of sens checkpoints (it holds {strangers[0]!r})")
         if update is not None:

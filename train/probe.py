@@ -33,7 +33,7 @@ def load(run: Path, update: int | None = None) -> tuple[RunConfig, gpt.Params, i
     like = jax.eval_shape(functools.partial(step.init_state, config.model, config.train), 0)
     if not (run / "checkpoints").is_dir():
         raise checkpoint.CheckpointError(f"{run}: no checkpoint yet")
-    with checkpoint.open_checkpoints(run / "checkpoints", config.train.keep) as checkpointer:
+    with checkpoint.reading(run / "checkpoints") as checkpointer:
         newest = max((kept.step for kept in checkpointer.checkpoints), default=None)
         wanted = update if update is not None else newest
         restored = checkpoint.restore(checkpointer, {"params": like["params"]}, wanted)

@@ -29,7 +29,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
         decay_steps=config.updates,
         end_value=config.lr * config.final_lr,
     )
-    return lambda count: schedule(count + 1)
+    return lambda count: schedule(jnp.asarray(count + 1, jnp.float32))
 
 
 def decays(params: gpt.Params) -> Any:
@@ -39,7 +39,7 @@ def decays(params: gpt.Params) -> Any:
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Clip by the global norm, then AdamW with decay on matrices only."""
-    return optax.chain(
+    chain = optax.chain(
         optax.clip_by_global_norm(config.clip),
         optax.adamw(
             learning_rate(config),
@@ -50,6 +50,12 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
             mask=decays,
         ),
     )
+
+    def update(grads, state, params):
+        with jax.numpy_dtype_promotion("standard"):  # optax promotes implicitly, which a strict caller refuses
+            return chain.update(grads, state, params)
+
+    return optax.GradientTransformation(chain.init, update)
 
 
 def init_state(model: ModelConfig, config: TrainConfig, seed: int | Int[Array, ""]) -> State:
