@@ -15,10 +15,11 @@ the row's sum is Q g + R, and
   (R < n g cannot turn that round), and its mass at least (Q - d) g / 2 + R - k g: the head holds less than k g of R.
 
 So y = 2 (lighter mass) / sum is bracketed, and theta = y (2 - y) increases with y on [0, 1]. In floating point, with
-unit roundoff u: a difference of integers made a float, its sum with R, the sum Q g + R and the quotient are all of
-non-negative numbers, so their relative errors add up: 2u + 2u + 4u (two units in the last place are allowed for a GPU's
-quotient). 9u covers y, 3u the two operations of y (2 - y). The sum R of n terms is off by less than n u relative in
-whatever order it was added; it is widened by twice that. The hardware may read denormal entries as zero: `_TINY` is added.
+unit roundoff u: the sum is 1 + delta with |delta| ≤ 1e-3 and known to a small part of u, so dividing by it as
+x - x delta/(1 + delta) costs one rounding; the difference of integers made a float, its sum with R and the widening
+itself one each, all of non-negative numbers, so relative errors add up: 4u and a bit. 5u covers y, 3u the three
+roundings of y (2 - y) widened. The sum R of n terms is off by less than n u relative in whatever order it was added; it
+is widened by twice that. The hardware may read denormal entries as zero: `_TINY` is added to R.
 """
 
 import math
@@ -27,13 +28,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from sens import checks, discrepancy
 
 _TINY = 1e-20  # grid units: far more than any n denormal entries come to
 _LANES = 16
-_BLOCK = 2**18  # numbers a block of the first pass: what stays in a core's cache
+_BLOCK = 2**18  # entries worked on at a time: what stays in a core's cache
 
 
 class Bracket(NamedTuple):
@@ -65,11 +66,11 @@ def theta_bracket(
 ) -> Bracket:
     """Bracket(lower, upper) with lower ≤ theta(p / sum p) ≤ upper, true of the row as stored.
 
-    Work stops at a row once upper - lower ≤ tol: most rows are closed by the first pass, which does not sort. Rows that
-    the last step leaves wider than `tol` are returned as they are: the two ends are always true. In float32 a width
-    below about 1e-6 cannot be asked for on every row (rounding is accounted for outwardly); use float64 for less.
+    Work on a row stops once upper - lower ≤ tol; the first pass, which does not sort, closes most rows. A row that the
+    last pass leaves wider is returned as it is: its two ends are true all the same. In float32 outward rounding alone
+    takes up to 8e-7; ask for less in float64.
 
-    Not for differentiation: the derivative is zero by definition. For a differentiable theta use `theta_prefix`, or
+    Not for differentiation: the derivative is zero by definition. Differentiate `theta_prefix`, or
     ``theta_of_subset(p, bisect(p))``. An invalid row is a `ValueError`, inside jit NaN at both ends.
 
     >>> import jax.numpy as jnp
@@ -79,68 +80,103 @@ def theta_bracket(
     """
     rows = lax.stop_gradient(checks.as_rows(p, where))
     flat = rows.reshape(-1, rows.shape[-1])
-    bracket = _bracket(flat, tol)
-    bracket = Bracket(*(end.reshape(rows.shape[:-1]) for end in bracket))
+    tols = jnp.broadcast_to(jnp.asarray(tol, rows.dtype), flat.shape[:1])
+    bracket = Bracket(*(end.reshape(rows.shape[:-1]) for end in _bracket(flat, tols)))
     checks.raise_on_invalid(bracket.lower, p, where)
     return bracket
 
 
-def _bracket(p: Float[Array, "R n"], tol: float) -> Bracket:
-    rows = _by_blocks(_first_pass, p)
-    for step, chunk in ((_second_pass, 256), (_sorted_pass, 64), (_deep_pass, 16)):
-        rows = _refine(p, rows, tol, step, chunk)
-    lower, upper = _ends(rows, p.shape[-1])
-    return Bracket(jnp.where(rows.valid, lower, math.nan), jnp.where(rows.valid, upper, math.nan))
-
-
-def _by_blocks(f, p: Float[Array, "R n"]):
-    """f(p) for an f that works row by row, a block of rows at a time: nothing as large as p is made on the way.
-
-    The last block overlaps the one before where the rows do not divide: no second copy of f to compile.
-    """
+@jax.custom_batching.custom_vmap
+def _bracket_rows(p: Float[Array, "R n"], tol: Float[Array, " R"]) -> tuple[Float[Array, " R"], Float[Array, " R"]]:
     R, n = p.shape
-    size = max(1, _BLOCK // n)
-    if size >= R:
-        return f(p)
+    if R == 0:
+        return jnp.zeros(0, p.dtype), jnp.zeros(0, p.dtype)
+    rows = _first_pass(p)
+    for step, chunk in (
+        (_mixed_pass, _BLOCK // n),
+        (_sorted_pass, _BLOCK // (8 * n)),
+        (_deep_pass, 16),
+    ):
+        rows = _refine(p, rows, tol, step, max(1, min(chunk, R, 1024)))
+    lower, upper = _ends(rows, n)
+    return jnp.where(rows.valid, lower, math.nan), jnp.where(rows.valid, upper, math.nan)
 
-    def body(i, out):
-        start = jnp.minimum(i * size, R - size)
-        part = f(lax.dynamic_slice_in_dim(p, start, size))
-        return jax.tree.map(lambda whole, x: lax.dynamic_update_slice_in_dim(whole, x, start, 0), out, part)
 
-    shapes = jax.eval_shape(f, p)
-    return lax.fori_loop(0, -(-R // size), body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+@_bracket_rows.def_vmap
+def _(axis_size, in_batched, *arguments):
+    """More rows, not a loop inside a loop: open rows are gathered from the whole batch."""
+    p, tol = (
+        x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+        for x, batched in zip(arguments, in_batched, strict=True)
+    )
+    ends = _bracket_rows(p.reshape(-1, p.shape[-1]), tol.reshape(-1))
+    return tuple(end.reshape(tol.shape) for end in ends), (True, True)
 
 
-def _unit(dtype) -> tuple[type, float]:
-    """The integer dtype and the number of grid units in one."""
-    return (jnp.int32, 2.0**30) if dtype == jnp.float32 else (jnp.int64, 2.0**62)
+_bracket = jax.jit(_bracket_rows)  # called eagerly, the loops inside would be compiled again at every call
+
+
+def _units(dtype) -> float:
+    """1 / g: the number of grid units in one."""
+    return 2.0**30 if dtype == jnp.float32 else 2.0**62
 
 
 def _on_grid(p: Float[Array, "R n"]) -> Int[Array, "R n"]:
-    integer, units = _unit(p.dtype)
-    return (p * units).astype(integer)
+    return (p * _units(p.dtype)).astype(jnp.int32 if p.dtype == jnp.float32 else jnp.int64)
 
 
 def _first_pass(p: Float[Array, "R n"]) -> _Rows:
     """Lanes folded, sorted and folded; the largest entry against the rest (exact where it is half the mass or more)."""
-    q = _on_grid(p)
-    scaled = p * _unit(p.dtype)[1]
-    left = jnp.sum(scaled - jnp.floor(scaled), axis=-1)
-    total = jnp.sum(q, axis=-1, dtype=q.dtype)
-    kept, folded, _ = discrepancy.lanes(q, _LANES, keep=2)
-    hi = discrepancy.greedy(jnp.concatenate([kept, folded]))
-    largest = jnp.max(kept, axis=0)
+    n = p.shape[-1]
+    kept, folded, summed, left = _lanes(p)
+    items = jnp.concatenate([kept, folded], axis=1)
+    hi = _by_blocks(lambda x: discrepancy.greedy(x.T), 256, items)
+    total = jnp.sum(kept, axis=-1, dtype=kept.dtype) + jnp.sum(summed, axis=-1, dtype=kept.dtype)
+    largest = jnp.max(kept, axis=-1)
     excess = jnp.maximum(largest - (total - largest), 0)
-    return _Rows(checks.row_is_valid(p), total, left, _Bounds(excess, hi, _opposite(excess, total, 1, p.shape[-1])))
+    bounds = _Bounds(excess, hi, _opposite(excess, total, 1, n))
+    return _Rows(checks.row_is_valid(p), total, jnp.sum(left, axis=-1), bounds)
 
 
-def _second_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
-    """Mixed lanes (some summed, some folded), then all signs of the eight largest kept numbers."""
-    q = _on_grid(p)
-    kept, folded, summed = discrepancy.lanes(q, _LANES, keep=2)
-    mixed = [jnp.concatenate([kept, summed[:k], folded[k:]]) for k in (4, 8, 12, 16)]
-    hi = jnp.min(discrepancy.greedy(jnp.concatenate(mixed, axis=1)).reshape(4, -1), axis=0)
+def _lanes(p: Float[Array, "R n"]) -> tuple:
+    """`_deal`, by blocks and at least two: what follows a loop is not fused with what is in it, and without that XLA
+    computes a lane again for each reader (and compiles for seconds)."""
+    R, n = p.shape
+    return _by_blocks(_deal, max(1, min(_BLOCK // n, -(-R // 2))), p)
+
+
+def _deal(p: Float[Array, "R n"]) -> tuple:
+    """The row's lanes on the grid, and what each lane leaves of R, in grid units."""
+    scaled = p * _units(p.dtype)
+    left = scaled - _on_grid(p).astype(p.dtype)
+    zero = jnp.zeros((p.shape[0], _LANES), p.dtype)
+    lanes = discrepancy.lanes(_on_grid(p), _LANES, keep=2)
+    return (*lanes, discrepancy.along_lanes(jnp.add, left, _LANES, zero))
+
+
+def _by_blocks(f, size: int, x: Shaped[Array, "R n"]):
+    """f(x) for an f that works row by row, `size` rows at a time, so that nothing as large as x is made on the way.
+
+    The last block overlaps the one before where the rows do not divide: no second copy of f to compile.
+    """
+    R = x.shape[0]
+    if size >= R:
+        return f(x)
+
+    def body(i, out):
+        start = jnp.minimum(i * size, R - size)
+        part = f(lax.dynamic_slice_in_dim(x, start, size))
+        return jax.tree.map(lambda whole, new: lax.dynamic_update_slice_in_dim(whole, new, start, 0), out, part)
+
+    shapes = jax.eval_shape(f, x)
+    return lax.fori_loop(0, -(-R // size), body, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
+
+
+def _mixed_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
+    """Some lanes summed and some folded, in four mixtures; all signs of the eight largest of the lanes' largest."""
+    kept, folded, summed, _ = (x.T for x in _lanes(p))
+    mixtures = [jnp.concatenate([kept, summed[:k], folded[k:]]) for k in (4, 8, 12, 16)]
+    hi = jnp.min(discrepancy.greedy(jnp.concatenate(mixtures, axis=1)).reshape(4, -1), axis=0)
     kept = discrepancy.sort_descending(kept)
     rest = discrepancy.sort_descending(jnp.concatenate([kept[8:], folded]))
     head = _head_bounds(kept[:8], rest, total, p.shape[-1])
@@ -155,13 +191,13 @@ def _sorted_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
 
 
 def _deep_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
-    """All signs of the thirteen largest numbers, the rest folded in descending order."""
+    """All signs of the thirteen largest entries, the rest folded in descending order."""
     ordered = discrepancy.sort_descending(_on_grid(p).T)
     return _head_bounds(ordered[:13], ordered[13:], total, p.shape[-1])
 
 
 def _head_bounds(head: Int[Array, "k C"], rest: Int[Array, "m C"], total: Int[Array, " C"], n: int) -> _Bounds:
-    """Bounds from all sign patterns of a head: each folded on with the rest, and each against the whole rest."""
+    """From all sign patterns of a head of entries: each folded on with the rest, and each against the whole rest."""
     sums = discrepancy.head_sums(head)
     tail = total - jnp.sum(head, axis=0, dtype=head.dtype)
     ends = discrepancy.fold(rest[:, None], sums)
@@ -170,27 +206,13 @@ def _head_bounds(head: Int[Array, "k C"], rest: Int[Array, "m C"], total: Int[Ar
 
 
 def _opposite(difference: Int[Array, " C"], total: Int[Array, " C"], k: int, n: int) -> Int[Array, " C"]:
-    """A difference of a head of k against the rest, with its allowance of 2k units, where the third rule applies."""
+    """A difference of a head of k from the rest, with its allowance of 2k units, where the third rule applies."""
     return jnp.where(difference > 2 * n + 2 * k, jnp.minimum(difference + 2 * k, total), total)
 
 
-def _ends(rows: _Rows, n: int) -> tuple[Float[Array, " R"], Float[Array, " R"]]:
-    """theta's two ends from the bounds on the grid, rounded outward as the module's docstring derives."""
-    dtype = rows.left.dtype
-    u = float(jnp.finfo(dtype).eps) / 2
-    left_lo, left_hi = rows.left * (1 - 2 * n * u), rows.left * (1 + 2 * n * u) + _TINY
-    whole = rows.total.astype(dtype) + rows.left
-    lo, hi, opposite = ((rows.total - jnp.minimum(d, rows.total)).astype(dtype) for d in rows.bounds)
-    light = jnp.maximum(hi, jnp.where(rows.bounds.opposite < rows.total, opposite + 2 * left_lo, 0))
-    y_lower = light / whole * (1 - 9 * u)
-    y_upper = jnp.minimum((lo + 2 * left_hi) / whole * (1 + 9 * u), 1)
-    return y_lower * (2 - y_lower) * (1 - 3 * u), jnp.minimum(y_upper * (2 - y_upper) * (1 + 3 * u), 1)
-
-
-def _refine(p: Float[Array, "R n"], rows: _Rows, tol: float, step, chunk: int) -> _Rows:
+def _refine(p: Float[Array, "R n"], rows: _Rows, tol: Float[Array, " R"], step, chunk: int) -> _Rows:
     """Apply `step` to the rows still open, `chunk` at a time, and to no others."""
     R, n = p.shape
-    chunk = min(chunk, R)
     lower, upper = _ends(rows, n)
     is_open = rows.valid & (upper - lower > tol)
     count = jnp.sum(is_open)
@@ -199,8 +221,7 @@ def _refine(p: Float[Array, "R n"], rows: _Rows, tol: float, step, chunk: int) -
     def body(state):
         start, bounds = state
         at = lax.dynamic_slice_in_dim(order, start, chunk)
-        part, total = jax.tree.map(lambda x: x.at[at].get(mode="clip"), (p, rows.total))
-        lo, hi, opposite = step(part, total)
+        lo, hi, opposite = step(p.at[at].get(mode="clip"), rows.total.at[at].get(mode="clip"))
         return start + chunk, _Bounds(
             bounds.lo.at[at].max(lo, mode="drop"),
             bounds.hi.at[at].min(hi, mode="drop"),
@@ -209,3 +230,21 @@ def _refine(p: Float[Array, "R n"], rows: _Rows, tol: float, step, chunk: int) -
 
     bounds = lax.while_loop(lambda state: state[0] < count, body, (jnp.zeros_like(count), rows.bounds))[1]
     return rows._replace(bounds=bounds)
+
+
+def _ends(rows: _Rows, n: int) -> tuple[Float[Array, " R"], Float[Array, " R"]]:
+    """theta's two ends from the bounds on the grid, rounded outward as the module's docstring derives."""
+    dtype = rows.left.dtype
+    u, units = float(jnp.finfo(dtype).eps) / 2, _units(dtype)
+    left_lower, left_upper = rows.left * (1 - 2 * n * u), rows.left * (1 + 2 * n * u) + _TINY
+    delta = ((rows.total - int(units)).astype(dtype) + rows.left) / units
+    lo, hi, opposite = ((rows.total - jnp.minimum(d, rows.total)).astype(dtype) for d in rows.bounds)
+
+    def over_sum(units_of_mass):
+        y = units_of_mass / units
+        return y - y * (delta / (1 + delta))
+
+    light = jnp.maximum(hi, jnp.where(rows.bounds.opposite < rows.total, opposite + 2 * left_lower, 0))
+    lower = over_sum(light) * (1 - 5 * u)
+    upper = jnp.minimum(over_sum(lo + 2 * left_upper) * (1 + 5 * u), 1)
+    return lower * (2 - lower) * (1 - 3 * u), jnp.minimum(upper * (2 - upper) * (1 + 3 * u), 1)
