@@ -57,16 +57,15 @@ def dense(f, x):
 
 def climb(B, rng, starts=20, steps=200):
     """Dense oracle of one row's norm from below: B is (e, L, d)."""
-    best = 0.0
+    reached = []
     for _ in range(starts):
         y = rng.normal(size=B.shape[0])
         for _ in range(steps):
-            tokens = np.einsum("a,ajd->jd", y, B)
+            tokens = np.einsum("a,ajd->jd", y / np.linalg.norm(y), B)
             h = tokens / np.maximum(np.linalg.norm(tokens, axis=1, keepdims=True), 1e-300)
             y = np.einsum("ajd,jd->a", B, h)
-            y, value = y / np.linalg.norm(y), np.linalg.norm(y)
-        best = max(best, value)
-    return best
+        reached.append(np.linalg.norm(y))
+    return max(reached)
 
 
 def attained(J, h):
@@ -224,7 +223,9 @@ def test_memory_is_that_of_the_probes():
     W = jnp.eye(32, dtype=jnp.float32)
     norm = jax.jit(lambda x: block_operator_norm(lambda u: jnp.tanh(u @ W), x, [0, 9], key=KEY, batch=32))
     compiled = norm.lower(jnp.ones((256, 32), jnp.float32)).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 20 * 2**20
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 20 * 2**20
 
 
 def test_brackets_compose_with_vmap(rng):
@@ -280,4 +281,4 @@ def test_bad_types_are_named():
     with pytest.raises(TypeError, match="one float64 array is wanted"):
         linearise(lambda x: x.astype(jnp.float32), jnp.ones((2, 2)))
     with pytest.raises(TypeError, match="one float64 array is wanted"):
-        linearise(lambda x: (x, x), jnp.ones((2, 2)))
+        linearise(lambda x: (x, x), jnp.ones((2, 2)))  # pyright: ignore[reportArgumentType]
