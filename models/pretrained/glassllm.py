@@ -34,7 +34,7 @@ def _hub_name(name: str) -> str:
 def open_file(path: Path) -> Source:
     """The source of an `.npz` file; arrays that would need unpickling are refused."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
         ours = json.loads(str(arrays.pop("__config__")))
         heads = {"q_proj": ours["n_heads"], "k_proj": ours["n_kv_heads"]}
