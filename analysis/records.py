@@ -87,7 +87,7 @@ def append(run: Path, table: str, rows: Iterable[Mapping[str, Any]]) -> None:
     for row in rows:
         if row.keys() != columns.keys():
             raise RecordError(f"table {table!r} wants columns {sorted(columns)}, got {sorted(row)}")
-        lines.append(json.dumps(dict(row), allow_nan=False))
+        lines.append(json.dumps({name: row[name] for name in columns}, allow_nan=False))
     if lines:
         with _path(run, table).open("a", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
@@ -104,9 +104,12 @@ def truncate(run: Path, update: int) -> None:
             continue
         kept = []
         with path.open(encoding="utf-8") as file:
-            for line in file:
-                if not line.endswith("\n") or json.loads(line)["update"] > update:
-                    break
+            for number, line in enumerate(file, 1):
+                try:
+                    if not line.endswith("\n") or json.loads(line)["update"] > update:
+                        break
+                except (ValueError, KeyError, TypeError) as error:
+                    raise RecordError(f"{path}, line {number}: damaged ({error})") from error
                 kept.append(line)
         write_text(path, "".join(kept))
 

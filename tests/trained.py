@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from analysis import records
 from train import checkpoint, loop
 from train.presets import PRESETS, RunConfig
 
@@ -44,7 +43,9 @@ def final_state(run: Path, config: RunConfig) -> Any:
     with checkpoint.reading(run / "checkpoints") as checkpointer:
         restored = checkpoint.restore(checkpointer, loop.init_state(config))
     assert restored is not None
-    return jax.tree.map(lambda leaf: np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf), restored)
+    state, position = restored
+    arrays = jax.tree.map(lambda leaf: np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf), state)
+    return {**arrays, "data": position}
 
 
 def is_key(leaf: Any) -> bool:
@@ -53,7 +54,7 @@ def is_key(leaf: Any) -> bool:
 
 def recorded(run: Path) -> dict[str, bytes]:
     """Every table but the wall clock, as bytes."""
-    return {table: (run / f"{table}.jsonl").read_bytes() for table in records.TABLES if table != "timing"}
+    return {path.name: path.read_bytes() for path in sorted(run.glob("*.jsonl")) if path.name != "timing.jsonl"}
 
 
 def contents(directory: Path) -> dict[str, str]:

@@ -10,11 +10,10 @@ import dataclasses
 import fcntl
 import functools
 import importlib.metadata
-import math
 import platform
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +68,7 @@ def train(
     """
     dataset = open_data(config, data)
     run.mkdir(parents=True, exist_ok=True)
+    _check_directory(run)
     with _locked(run), _signals() as received:
         _claim(run, config, dataset)
         with checkpoint.open_checkpoints(run / "checkpoints", config.train.keep) as checkpointer:
@@ -78,7 +78,7 @@ def train(
                 state, position = restored
             else:
                 position = {"next_index": 0}
-            records.truncate(run, int(state["update"]))
+            _rewind(run, int(state["update"]))
             events = _events(run, state, tensorboard)
             _run(run, config, dataset, checkpointer, state, position, received, events, on_update)
 
@@ -89,6 +89,7 @@ def _run(run, config, dataset, checkpointer, state, position, received, events, 
     update_step = _jitted_update(config.model, dataclasses.replace(settings, seed=0))
     iterator = batches(dataset, micro_batch=settings.micro_batch, accumulation=settings.accumulation)
     iterator.set_state(position)
+    check = functools.partial(_check_finite, run, checkpointer)
     tokens_per_update = settings.micro_batch * settings.accumulation * config.model.context
     with contextlib.closing(iterator), contextlib.closing(events):
         for update in range(int(state["update"]) + 1, settings.updates + 1):
@@ -96,23 +97,27 @@ def _run(run, config, dataset, checkpointer, state, position, received, events, 
             tokens = next(iterator)
             state, metrics = update_step(state, tokens)
             metrics = jax.device_get(metrics)
-            _check_finite(run, update, metrics, checkpointer)
+            check(update, metrics, ("loss", "grad_norm"))
             row = {
                 "update": update,
                 **{name: float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")},
                 "tokens": update * tokens_per_update,
             }
-            measured = _telemetry(config, update, state["params"], tokens[-1, :, :-1], metrics)
-            for table, rows in [("updates", [row]), *measured]:
+            tables = {
+                "updates": [row],
+                **_telemetry(config, update, state["params"], tokens[-1, :, :-1], metrics, check),
+            }
+            for table, rows in tables.items():
                 records.append(run, table, rows)
                 events.write(table, rows)
-            if _due(update, settings.checkpoint_every, settings.updates, first=False) or received:
+            stop = bool(received)  # read once: a signal that comes after this is for the next update
+            if stop or _due(update, settings.checkpoint_every, settings.updates, first=False):
                 checkpoint.save(checkpointer, state, update, iterator.get_state())
             seconds = time.perf_counter() - started
             speed = tokens_per_update / seconds
             records.append(run, "timing", [{"update": update, "seconds": seconds, "tokens_per_second": speed}])
             on_update(Progress(update, settings.updates, row["loss"], speed))
-            if received:
+            if stop:
                 raise Interrupted(received[0], update)
 
 
@@ -160,39 +165,60 @@ def _due(update: int, every: int, last: int, *, first: bool = True) -> bool:
 
 
 def _telemetry(
-    config: RunConfig, update: int, params: Any, tokens: np.ndarray, metrics: dict[str, Any]
-) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    config: RunConfig, update: int, params: Any, tokens: np.ndarray, metrics: dict[str, Any], check: Callable[..., None]
+) -> dict[str, list[dict[str, Any]]]:
     """The attention and layer tables at their cadences, in evaluation mode, on the update's last micro-batch."""
-    settings = config.train
+    settings, tables = config.train, {}
     if _due(update, settings.attention_every, settings.updates):
         layers = sampled_layers(config.model.n_layer)
         rows = jax.device_get(jitted_rows(config.model, layers)(params, tokens))
-        yield "attention", list(record_rows(update, layers, rows))
+        check(update, {**metrics, **rows}, ("p_max",))
+        tables["attention"] = list(record_rows(update, layers, rows))
     if _due(update, settings.layers_every, settings.updates):
         figures = jax.device_get(_jitted_layers(config.model)(params, tokens))
-        yield "layers", list(record_layers(update, {"grad_norm": metrics["block_grad_norms"], **figures}))
+        check(update, {**metrics, **figures}, tuple(figures))
+        tables["layers"] = list(record_layers(update, {"grad_norm": metrics["block_grad_norms"], **figures}))
+    return tables
 
 
-def _check_finite(run: Path, update: int, metrics: dict[str, Any], checkpointer: Any) -> None:
-    for name in ("loss", "grad_norm"):
-        if not math.isfinite(float(metrics[name])):
+def _check_finite(run: Path, checkpointer: Any, update: int, values: dict[str, Any], names: Sequence[str]) -> None:
+    """Stop before anything of an update is recorded or saved whose named values are not all finite."""
+    for name in names:
+        array = np.asarray(values[name])
+        if not np.isfinite(array).all():
+            checkpointer.wait()  # a save under way is that of an update that was finite
             saved = max((kept.step for kept in checkpointer.checkpoints), default=None)
             kept = "no checkpoint was made yet" if saved is None else f"the checkpoint of update {saved} is kept"
             raise TrainingError(
-                f"{run}: {name} is {float(metrics[name])} at update {update} (learning rate "
-                f"{float(metrics['learning_rate']):.3g}); {kept}. "
+                f"{run}: {name} is {array[~np.isfinite(array)].flat[0]} at update {update} (learning rate "
+                f"{float(values['learning_rate']):.3g}); {kept}. "
                 "Remedy: a new run with a lower lr, a longer warmup or a smaller clip"
             )
 
 
+def _check_directory(run: Path) -> None:
+    """Refuse a directory that holds anything but a run, before anything is written into it."""
+    strangers = sorted({entry.name for entry in run.iterdir()} - _BEGUN)
+    if strangers and not (run / "config.json").is_file():
+        raise records.RecordError(f"{run}: not a run directory and not empty ({strangers[0]}); choose another")
+
+
+def _rewind(run: Path, update: int) -> None:
+    """Cut the record back to a checkpoint's update; `RecordError` if it does not reach so far."""
+    records.truncate(run, update)
+    recorded = records.read_table(run, "updates").height
+    if recorded != update:
+        raise records.RecordError(
+            f"{run}: the newest checkpoint is of update {update}, but updates.jsonl holds {recorded} updates; "
+            "something was lost: start a new run"
+        )
+
+
 def _claim(run: Path, config: RunConfig, dataset: TokenDataset) -> None:
-    """Write the configuration of a new run, or refuse a directory that holds anything but this run."""
+    """Write the configuration of a new run, or refuse a run of another one."""
     identity = {"source": dataset.index.source_digest, "tokenizer": dataset.index.tokenizer_digest}
     path = run / "config.json"
     if not path.exists():
-        strangers = sorted(entry.name for entry in run.iterdir() if entry.name != _LOCK)
-        if strangers:
-            raise records.RecordError(f"{run}: not a run directory and not empty ({strangers[0]}); choose another")
         records.write_json(run / "versions.json", versions())
         about = {"directory": str(dataset.directory.absolute()), "unigram_entropy": unigram_entropy(dataset)}
         records.write_json(path, {**config.as_json(), "data": {**identity, **about}})
@@ -221,6 +247,7 @@ def unigram_entropy(dataset: TokenDataset) -> float:
 
 
 _LOCK = ".lock"
+_BEGUN = {_LOCK, "versions.json", "versions.json.tmp", "config.json.tmp"}  # what a kill before config.json leaves
 
 
 @contextlib.contextmanager
