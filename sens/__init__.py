@@ -2,22 +2,36 @@
 
 from sens.bracket import Bracket, theta_bracket
 from sens.norms import norm_inf_rms, norm_inf_two
-from sens.softmax import norm_inf_to_one, normalised_entropy, softmax, softmax_jacobian
+from sens.softmax import (
+    g_1,
+    lambda_max,
+    norm_inf_to_one,
+    norm_one_to_one,
+    normalised_entropy,
+    softmax,
+    softmax_jacobian,
+)
+from sens.subset import bisect, theta_of_subset
 from sens.theta import theta_bounds_from_p_max, theta_exact, theta_prefix, theta_uniform
 from sens.verify import IdentityCheck, verify_identity
 
 __all__ = [
     "Bracket",
     "IdentityCheck",
+    "bisect",
+    "g_1",
+    "lambda_max",
     "norm_inf_rms",
     "norm_inf_to_one",
     "norm_inf_two",
+    "norm_one_to_one",
     "normalised_entropy",
     "softmax",
     "softmax_jacobian",
     "theta_bounds_from_p_max",
     "theta_bracket",
     "theta_exact",
+    "theta_of_subset",
     "theta_prefix",
     "theta_uniform",
     "verify_identity",

@@ -121,7 +121,8 @@ def _units(dtype) -> float:
     return 2.0**30 if dtype == jnp.float32 else 2.0**62
 
 
-def _on_grid(p: Float[Array, "R n"]) -> Int[Array, "R n"]:
+def on_grid(p: Float[Array, "*rows n"]) -> Int[Array, "*rows n"]:
+    """q_i = floor(p_i / g): the row in whole grid units, int32 for float32 and int64 for float64."""
     return (p * _units(p.dtype)).astype(jnp.int32 if p.dtype == jnp.float32 else jnp.int64)
 
 
@@ -148,9 +149,9 @@ def _lanes(p: Float[Array, "R n"]) -> tuple:
 def _deal(p: Float[Array, "R n"]) -> tuple:
     """The row's lanes on the grid, and what each lane leaves of R, in grid units."""
     scaled = p * _units(p.dtype)
-    left = scaled - _on_grid(p).astype(p.dtype)
+    left = scaled - on_grid(p).astype(p.dtype)
     zero = jnp.zeros((p.shape[0], _LANES), p.dtype)
-    lanes = discrepancy.lanes(_on_grid(p), _LANES, keep=2)
+    lanes = discrepancy.lanes(on_grid(p), _LANES, keep=2)
     return (*lanes, discrepancy.along_lanes(jnp.add, left, _LANES, zero))
 
 
@@ -185,14 +186,14 @@ def _mixed_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
 
 def _sorted_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
     """The whole row sorted: the greedy partition, the best prefix, and the cardinality bound."""
-    ordered = discrepancy.sort_descending(_on_grid(p).T)
+    ordered = discrepancy.sort_descending(on_grid(p).T)
     hi = jnp.minimum(discrepancy.prefix_upper(ordered, total), discrepancy.fold(ordered, jnp.zeros_like(total)))
     return _Bounds(discrepancy.cardinality_lower(ordered, total), hi, total)
 
 
 def _deep_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
     """All signs of the thirteen largest entries, the rest folded in descending order."""
-    ordered = discrepancy.sort_descending(_on_grid(p).T)
+    ordered = discrepancy.sort_descending(on_grid(p).T)
     return _head_bounds(ordered[:13], ordered[13:], total, p.shape[-1])
 
 

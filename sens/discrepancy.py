@@ -56,7 +56,7 @@ def head_sums(head: Int[Array, "k C"]) -> Int[Array, "patterns C"]:
     """|sum of ± head| for all 2^(k-1) sign patterns (up to a common sign)."""
     sums = head[:1]
     for i in range(1, head.shape[0]):
-        sums = jnp.concatenate([sums + head[i], sums - head[i]])
+        sums = jnp.concatenate([sums + head[i : i + 1], sums - head[i : i + 1]])
     return jnp.abs(sums)
 
 
@@ -99,10 +99,10 @@ def cardinality_lower(q: Int[Array, "n C"], total: Int[Array, " C"]) -> Int[Arra
     odd = prefix[::2]  # the sum of the 2j+1 largest
     top = jnp.pad(prefix, ((1, 0), (0, 0)))[: odd.shape[0]]  # the sum of the j largest
     inside = odd - top
-    return jnp.maximum(jnp.max(inside - (total - inside), axis=0), 0)
+    return jnp.maximum(jnp.max(inside - (total[None] - inside), axis=0), 0)
 
 
 def prefix_upper(q: Int[Array, "n C"], total: Int[Array, " C"]) -> Int[Array, " C"]:
     """Upper bound on D from the sorted row: the best prefix against the rest."""
     prefix = jnp.cumsum(q, axis=0)
-    return jnp.min(jnp.abs(prefix - (total - prefix)), axis=0)
+    return jnp.min(jnp.abs(prefix - (total[None] - prefix)), axis=0)

@@ -107,6 +107,77 @@ def _best_signs(J: Float[Array, "m n"]) -> Float[Array, " n"]:
     return lax.fori_loop(0, 2**outer, visit, start)[1]
 
 
+def norm_one_to_one(p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None) -> Float[Array, "*rows"]:
+    """2 max_i p_i (1 - p_i): the 1→1 and the inf→inf norm of Diag(p) - p pᵀ (divide by tau for J).
+
+    >>> import jax.numpy as jnp
+    >>> print(norm_one_to_one(jnp.array([0.5, 0.25, 0.25])))
+    0.5
+    """
+    rows = checks.as_rows(p, where)
+    return _row_result(2 * jnp.max(rows * (1 - rows), axis=-1), rows, p, where)
+
+
+def g_1(p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None) -> Float[Array, "*rows"]:
+    """Yudin's bound on lambda_max: p_(1) (1 - p_(1) + p_(2)), of the two largest entries (arXiv 2507.07814).
+
+    >>> import jax.numpy as jnp
+    >>> print(g_1(jnp.array([0.5, 0.25, 0.25])))
+    0.375
+    """
+    rows = checks.as_rows(p, where)
+    first, second = _two_largest(rows)
+    return _row_result(first * (1 - first + second), rows, p, where)
+
+
+def lambda_max(p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None) -> Float[Array, "*rows"]:
+    """The largest eigenvalue of Diag(p) - p pᵀ, its spectral norm (divide by tau for J).
+
+    It is the root of sum_i p_i / (lambda - p_i) = 0 in [p_(2), p_(1)], found by bisection; its eigenvector is
+    v_i = p_i / (lambda - p_i), and vᵀ(Diag(p) - p pᵀ)v with v held fixed gives the value and its derivative.
+
+    >>> import jax.numpy as jnp
+    >>> print(lambda_max(jnp.array([0.5, 0.5])))
+    0.5
+    """
+    rows = checks.as_rows(p, where)
+    v = lax.stop_gradient(_top_eigenvector(rows))
+    return _row_result(jnp.sum(rows * v * v, axis=-1) - jnp.sum(rows * v, axis=-1) ** 2, rows, p, where)
+
+
+def _top_eigenvector(p: Float[Array, "*rows n"]) -> Float[Array, "*rows n"]:
+    first, second = (x[..., None] for x in _two_largest(p))
+    low, high = second, first
+    for _ in range(jnp.finfo(p.dtype).nmant + 2):
+        middle = (low + high) / 2
+        # The sum is finite for a middle strictly between the two largest; elsewhere the interval is done.
+        inside = (middle > second) & (middle < first)
+        slope = jnp.sum(p / jnp.where(middle == p, 1, middle - p), axis=-1, keepdims=True)
+        low, high = jnp.where(inside & (slope > 0), middle, low), jnp.where(inside & (slope <= 0), middle, high)
+    root = (low + high) / 2
+    inside = (root > second) & (root < first)
+    # Two equal largest entries (to rounding): the eigenvector is their difference.
+    place = jnp.arange(p.shape[-1]).reshape((1,) * (p.ndim - 1) + (-1,))
+    top = jnp.argmax(p, axis=-1, keepdims=True)
+    other = jnp.argmax(jnp.where(place == top, -1, p), axis=-1, keepdims=True)
+    pair = jnp.where(place == top, 1, jnp.where(place == other, -1, 0)).astype(p.dtype)
+    v = jnp.where(inside, p / jnp.where(root == p, 1, root - p), pair)
+    v = v / jnp.max(jnp.abs(v), axis=-1, keepdims=True)
+    return v / jnp.sqrt(jnp.sum(v * v, axis=-1, keepdims=True))
+
+
+def _two_largest(p: Float[Array, "*rows n"]) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
+    largest = lax.top_k(jnp.pad(p, [(0, 0)] * (p.ndim - 1) + [(0, 1)]), 2)[0]
+    return largest[..., 0], largest[..., 1]
+
+
+def _row_result(value: Float[Array, "*rows"], rows: Array, p: Array, where: Array | None) -> Float[Array, "*rows"]:
+    """`value` where the row is one of probabilities, else NaN (eagerly an error)."""
+    result = jnp.where(checks.row_is_valid(rows), value, math.nan)
+    checks.raise_on_invalid(result, p, where)
+    return result
+
+
 def normalised_entropy(
     p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None
 ) -> Float[Array, "*rows"]:
@@ -125,6 +196,4 @@ def normalised_entropy(
     surprise = -jnp.log(jnp.where(rows > 0, rows, 1))
     scale = jnp.log(jnp.maximum(size, 2).astype(rows.dtype))
     entropy = jnp.sum(rows * surprise, axis=-1) / scale
-    result = jnp.where(checks.row_is_valid(rows), jnp.where(size > 1, entropy, 0), math.nan)
-    checks.raise_on_invalid(result, p, where)
-    return result
+    return _row_result(jnp.where(size > 1, entropy, 0), rows, p, where)
