@@ -12,7 +12,7 @@ from sens.softmax import (
     softmax_jacobian,
 )
 from sens.subset import bisect, theta_of_subset
-from sens.theta import theta_bounds_from_p_max, theta_exact, theta_prefix, theta_uniform
+from sens.theta import theta_bounds_from_p_max, theta_exact, theta_prefix, theta_uniform, theta_within
 from sens.verify import IdentityCheck, verify_identity
 
 __all__ = [
@@ -34,5 +34,6 @@ __all__ = [
     "theta_of_subset",
     "theta_prefix",
     "theta_uniform",
+    "theta_within",
     "verify_identity",
 ]
