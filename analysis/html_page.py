@@ -32,7 +32,7 @@ th, td { text-align: left; vertical-align: top; padding: .35rem .7rem; border-bo
 thead th { border-bottom: 2px solid var(--line); }
 .notice { background: var(--tint); border-left: 4px solid #e69f00; padding: .6rem 1rem; border-radius: 4px; }
 code, pre { font: .9em ui-monospace, monospace; background: var(--tint); border-radius: 4px; }
-pre { padding: .8rem 1rem; overflow-x: auto; } code { padding: .1em .3em; }
+pre { padding: .8rem 1rem; overflow-x: auto; } pre.text { white-space: pre-wrap; } code { padding: .1em .3em; }
 """
 
 
@@ -90,6 +90,16 @@ def table(content: Table) -> Html:
         f'<div class="wide"><table><caption>{html.escape(content.title)}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
+
+
+def tinted(pieces: Iterable[tuple[str, float, str]]) -> Html:
+    """Running text whose pieces are (words, shade in [0, 1], what a pointer over them shows)."""
+    spans = (
+        f'<span style="background:rgb(213 94 0/{min(max(shade, 0.0), 1.0):.2f})" title="{html.escape(note)}">'
+        f"{html.escape(words)}</span>"
+        for words, shade, note in pieces
+    )
+    return Html(f'<pre class="text">{"".join(spans)}</pre>')
 
 
 def figure(stem: Path, drawing: Figure, caption: str) -> Html:

@@ -1,0 +1,174 @@
+"""A published model on a text, layer by layer: every attention row's theta, largest entry, entropy and sink mass.
+
+Memory is one block's parameters and one sequence's attention at a time, whatever the model's depth: a block is read,
+the stream goes through it, its rows become a few numbers each, and the next one is read.
+
+Rows of padding tokens, and rows whose support is one token (the first of a causal model: p_max 1, theta 0 whatever the
+model) are left out, as NaN.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from analysis.attention import row_quantities, summarise
+from models import ModelConfig, gpt
+from models.pretrained import ModelError, Pretrained
+from models.pretrained.tokenizer import Tokenizer
+
+DOMINANT = 2 / 3
+"""A row with a larger atom has theta = 4 p_max (1 - p_max) < 8/9, any other at least 8/9 (the dichotomy)."""
+
+QUANTITIES = ("lower", "upper", "prefix", "p_max", "entropy", "dominant", "sink")
+"""Of a row: theta's bracket, prefix certificate, largest entry, normalised entropy, whether p_max > 2/3 (the mean is
+the share of such rows), and the mass on its head's sink, the token with the most mass over the sequence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text cut into sequences of one length, the last one padded."""
+
+    tokens: Int[np.ndarray, "s t"]
+    where: Bool[np.ndarray, "s t"]
+    """False for padding."""
+    pieces: list[list[str]]
+    """What each token stands for, for reading: specials in angle brackets."""
+    left_out: int
+    """Tokens of the text that are in no sequence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found."""
+
+    name: str
+    config: ModelConfig
+    text: Text
+    rows: dict[str, Float[np.ndarray, "n s h t"]]
+    """The `QUANTITIES` of every row: layer, sequence, head, position of the query. NaN for a row that is left out."""
+    sink: Int[np.ndarray, "n s h"]
+    """The position of each head's sink."""
+    layers: dict[str, Float[np.ndarray, " n"]]
+    """Of every layer: root mean square of the stream that enters, largest `a_{k,i}` of its norms (Corollary A.3)."""
+
+
+def cut(text: str, tokenizer: Tokenizer, length: int, sequences: int) -> Text:
+    """The first `sequences` stretches of a text, each between the tokens that the model expects before and after.
+
+    `ModelError` for a text without tokens and for a length that leaves no room for two of them.
+    """
+    room = length - len(tokenizer.prefix) - len(tokenizer.suffix)
+    if room < 2:
+        raise ModelError(f"a length of {length} has no room for text; want at least {length - room + 2}")
+    ids, spans = tokenizer.encode(text)
+    if not ids.size:
+        raise ModelError("the text is empty")
+    starts = range(0, ids.size, room)[:sequences]
+    tokens, where = np.zeros((len(starts), length), np.int32), np.zeros((len(starts), length), bool)
+    pieces = []
+    for row, start in enumerate(starts):
+        inner = slice(start, start + room)
+        whole = [*tokenizer.prefix, *ids[inner].tolist(), *tokenizer.suffix]
+        tokens[row, : len(whole)], where[row, : len(whole)] = whole, True
+        before, after = (
+            [f"⟨{tokenizer.decode(np.array([id]))}⟩" for id in ends] for ends in (tokenizer.prefix, tokenizer.suffix)
+        )
+        pieces.append([*before, *_pieces(text, spans[inner]), *after])
+    longest = int(where.sum(axis=-1).max())
+    return Text(tokens[:, :longest], where[:, :longest], pieces, max(0, ids.size - room * len(starts)))
+
+
+def _pieces(text: str, spans: np.ndarray) -> list[str]:
+    """The stretch of text of each token: from where the last one ended, so that together they are the text."""
+    ends = np.maximum.accumulate(spans[:, 1])
+    return [text[a:b] for a, b in zip([spans[0, 0], *ends[:-1]], ends, strict=True)]
+
+
+def inspect(
+    model: Pretrained,
+    text: Text,
+    *,
+    tau: float = 1.0,
+    name: str = "",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Inspection:
+    """Measure every attention row of every layer; `tau` multiplies the model's own softmax temperature.
+
+    `progress(done, total)` counts layers. `ModelError` where the model gives numbers that are none, or the text has a
+    token that it does not know or is longer than its positions.
+    """
+    config = dataclasses.replace(model.config, tau=model.config.tau * tau)
+    if text.tokens.shape[-1] > config.context:
+        raise ModelError(f"{model.path}: {text.tokens.shape[-1]} tokens are more than its {config.context} positions")
+    if text.tokens.max() >= config.vocab_size:
+        raise ModelError(f"{model.path}: token {text.tokens.max()} is not among its {config.vocab_size}")
+    layers = list(_stream(model, config, text, progress))
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+    return Inspection(name or model.path.name, config, text, stacked["rows"], stacked["sink"], stacked["layers"])
+
+
+def _stream(model: Pretrained, config: ModelConfig, text: Text, progress: Callable[[int, int], None]) -> Iterator[Any]:
+    """The figures of each layer; the next block is read while this one is computed."""
+    where = jnp.asarray(text.where)
+    x = _embed(config, model.ends(), jnp.asarray(text.tokens))
+    block = model.block(0)
+    for layer in range(config.n_layer):
+        x, figures = _measure(config, block, x, where)
+        block = model.block(layer + 1) if layer + 1 < config.n_layer else None
+        figures = jax.device_get(figures)
+        if not np.isfinite(figures["layers"]["residual_rms"]) or not np.array_equal(
+            np.isnan(figures["rows"]["lower"]), figures.pop("left_out")
+        ):
+            raise ModelError(f"{model.path}: layer {layer} gives attention rows that are no probabilities")
+        progress(layer + 1, config.n_layer)
+        yield figures
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embed(config: ModelConfig, ends: gpt.Params, tokens: Int[Array, "s t"]) -> Float[Array, "s t d"]:
+    return gpt.embed(config, {"ends": ends}, tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _measure(
+    config: ModelConfig, block_params: gpt.Params, x: Float[Array, "s t d"], where: Bool[Array, "s t"]
+) -> tuple[Float[Array, "s t d"], Any]:
+    """The stream that leaves a block, and the figures of its rows, one sequence at a time."""
+
+    def one(x_and_where):
+        x, where = x_and_where
+        p = gpt.attention_weights(config, block_params, x, where=where)
+        mask = gpt.support(config, x.shape[0], where)
+        sink = jnp.argmax(jnp.sum(jnp.where(where[None, :, None], p, 0), axis=-2), axis=-1)
+        rows = row_quantities(p, mask)
+        rows["dominant"] = (rows["p_max"] > DOMINANT).astype(p.dtype)
+        rows["sink"] = jnp.take_along_axis(p, sink[:, None, None], axis=-1)[..., 0]
+        left_out = jnp.broadcast_to(~(where & (jnp.sum(mask, axis=-1) > 1)), rows["lower"].shape)
+        gains = [jnp.max(gain, where=where, initial=0) for gain in gpt.norm_gains(config, block_params, x, where=where)]
+        return gpt.block(config, block_params, x, where=where), {
+            "rows": {name: jnp.where(left_out, jnp.nan, rows[name]) for name in QUANTITIES},
+            "left_out": left_out,
+            "sink": sink.astype(jnp.int32),
+            "gains": jnp.stack(gains),
+        }
+
+    leaving, figures = jax.lax.map(one, (x, where))
+    gains = jnp.max(figures.pop("gains"), axis=0)
+    square = jnp.mean(jnp.square(x), axis=(1, 2), where=where[..., None])
+    layers = {"residual_rms": jnp.sqrt(jnp.mean(square)), "a_attention": gains[0], "a_ffn": gains[1]}
+    return leaving, {**figures, "layers": layers}
+
+
+def record(inspection: Inspection) -> Iterator[dict[str, Any]]:
+    """The lines of `inspect.parquet`: statistics of each quantity, by layer and head, and pooled over heads (null)."""
+    for quantity in QUANTITIES:
+        for layer, values in enumerate(inspection.rows[quantity]):
+            for head in [None, *range(values.shape[1])]:
+                chosen = values if head is None else values[:, head]
+                yield {"layer": layer, "head": head, "quantity": quantity, **summarise(chosen.ravel())}

@@ -1,0 +1,209 @@
+"""What `analysis.inspect` found: tables for the terminal, `inspect.parquet`, and a self-contained `report.html`."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from analysis import figures, html_page, inspect_figures
+from analysis.html_page import Html
+from analysis.inspect import DOMINANT, QUANTITIES, Inspection, record
+from analysis.records import write_text
+from analysis.tables import Table
+
+SHOWN = 8
+"""Lines of a table in the terminal."""
+
+
+def write(
+    out: Path, found: Sequence[Inspection], *, command: str, head: tuple[int, int] | None = None, rows: bool = False
+) -> Path:
+    """Write `inspect.parquet` (with `rows` also `rows.parquet`) and `report.html` into a directory; returns its path.
+
+    Of several inspections the tables' first column says which. `head` is the (layer, head) whose theta colours the
+    text, by default the most dominated one.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    named = [pl.DataFrame(record(one)).insert_column(0, pl.Series("model", [one.name] * _lines(one))) for one in found]
+    _write_parquet(out / "inspect.parquet", pl.concat(named))
+    if rows:
+        frames = [rows_frame(one) for one in found]
+        _write_parquet(out / "rows.parquet", pl.concat(frames))
+    sections = [_intro(found)]
+    if len(found) > 1:
+        drawing = inspect_figures.layers(found)
+        image = html_page.figure(out / "figures" / "side_by_side", drawing, "Means over the rows of each layer.")
+        sections.append(html_page.section("Side by side", html_page.table(comparison(found)), image))
+    for number, one in enumerate(found):
+        sections += _of_one(one, out / "figures" / f"model_{number}", head)
+    sections.append(html_page.section("Made by", html_page.code(command)))
+    title = "Attention sensitivity of " + " and ".join(one.name for one in found)
+    write_text(out / "report.html", html_page.page(title, sections))
+    return out
+
+
+def _lines(one: Inspection) -> int:
+    return len(QUANTITIES) * one.config.n_layer * (one.config.n_head + 1)
+
+
+def _write_parquet(path: Path, frame: pl.DataFrame) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    frame.write_parquet(temporary)
+    temporary.replace(path)
+
+
+def rows_frame(one: Inspection) -> pl.DataFrame:
+    """One line an attention row that was measured."""
+    kept = ~np.isnan(one.rows["lower"])
+    axes = dict(zip(("layer", "sequence", "head", "position"), np.nonzero(kept), strict=True))
+    token = one.text.tokens[axes["sequence"], axes["position"]]
+    names = pl.Series("model", [one.name]).new_from_index(0, token.size)
+    columns = {**{name: axis.astype(np.int32) for name, axis in axes.items()}, "token": token}
+    return pl.DataFrame({"model": names, **columns, **{name: values[kept] for name, values in one.rows.items()}})
+
+
+def theta(lower: float, upper: float) -> str:
+    """A theta known between two ends, in few digits; near one by its distance from it.
+
+    >>> theta(0.5, 0.5), theta(0.9, 0.95), theta(0.99999, 0.99999)
+    ('0.500', '0.900 to 0.950', '1 - 1e-05')
+    """
+    if not (math.isfinite(lower) and math.isfinite(upper)):
+        return "no row"
+    middle = (lower + upper) / 2
+    if upper - lower > 1e-3:
+        return f"{lower:.3f} to {upper:.3f}"
+    return f"{middle:.3f}" if 1 - middle >= 1e-3 else f"1 - {max(1 - middle, 0):.0e}"
+
+
+_COLUMNS = ("θ median", "θ 5 %", "p_max median", "p_max > 2/3", "entropy", "sink mass")
+
+
+def _cells(rows: dict[str, np.ndarray]) -> tuple[str, ...]:
+    """The `_COLUMNS` of some rows."""
+    median, low = ({end: np.nanquantile(rows[end], q) for end in ("lower", "upper")} for q in (0.5, 0.05))
+    return (
+        theta(**median),
+        theta(**low),
+        f"{np.nanmedian(rows['p_max']):.3f}",
+        f"{np.nanmean(rows['dominant']):.1%}",
+        f"{np.nanmean(rows['entropy']):.3f}",
+        f"{np.nanmean(rows['sink']):.3f}",
+    )
+
+
+def layer_table(one: Inspection, count: int | None = SHOWN) -> Table:
+    """Layers, the most dominated first."""
+    share = np.nanmean(one.rows["dominant"], axis=(1, 2, 3))
+    chosen = np.argsort(-share, kind="stable")[:count]
+    lines = [(str(n), *_cells({name: values[n] for name, values in one.rows.items()})) for n in chosen]
+    return Table(
+        _title(one, "layers, most dominated first", len(lines), len(share)), ("layer", *_COLUMNS), tuple(lines)
+    )
+
+
+def head_table(one: Inspection, quantity: str = "dominant", count: int | None = SHOWN) -> Table:
+    """Heads with the largest mean of a quantity first: `dominant` for rows with one large atom, `sink` for sinks."""
+    mean = np.nanmean(one.rows[quantity], axis=(1, 3))
+    order = np.argsort(-mean, axis=None, kind="stable")[:count]
+    lines = []
+    for n, h in zip(*np.unravel_index(order, mean.shape), strict=True):
+        cells = _cells({name: values[n, :, h] for name, values in one.rows.items()})
+        lines.append((f"{n}.{h}", *cells, sink_token(one, int(n), int(h))))
+    what = {"dominant": "heads, most dominated first", "sink": "heads, strongest sinks first"}[quantity]
+    return Table(_title(one, what, len(lines), mean.size), ("layer.head", *_COLUMNS, "sink"), tuple(lines))
+
+
+def _title(one: Inspection, what: str, shown: int, of: int) -> str:
+    return f"{one.name}: {what}" + (f" ({shown} of {of})" if shown < of else "")
+
+
+def sink_token(one: Inspection, layer: int, head: int) -> str:
+    """The token that is the sink most often over the sequences, and its position."""
+    positions, counts = np.unique(one.sink[layer, :, head], return_counts=True)
+    position = int(positions[np.argmax(counts)])
+    sequence = int(np.argmax(one.sink[layer, :, head] == position))
+    return f"{_visible(one.text.pieces[sequence][position])} at {position}"
+
+
+def _visible(piece: str) -> str:
+    return piece.replace("\n", "⏎") if piece.strip(" ") else "␣" * max(1, len(piece))
+
+
+def comparison(found: Sequence[Inspection]) -> Table:
+    """All rows of each model, side by side."""
+    columns = [_cells(one.rows) for one in found]
+    lines = tuple((name, *cells) for name, *cells in zip(_COLUMNS, *columns, strict=True))
+    return Table("All layers and heads", ("", *(one.name for one in found)), lines)
+
+
+def tables(found: Sequence[Inspection]) -> list[Table]:
+    """What the terminal shows."""
+    of_one: list[Callable[[Inspection], Table]] = [layer_table, head_table, lambda one: head_table(one, "sink")]
+    return [*([comparison(found)] if len(found) > 1 else []), *(make(one) for one in found for make in of_one)]
+
+
+def _intro(found: Sequence[Inspection]) -> Html:
+    lines = []
+    for one in found:
+        config, text = one.config, one.text
+        shape = f"{text.tokens.shape[0]} of {text.tokens.shape[1]} tokens"
+        rows = int((~np.isnan(one.rows["lower"])).sum())
+        wide = float(np.nanmax(one.rows["upper"] - one.rows["lower"]))
+        missed = float(np.nanmax(one.rows["lower"] - one.rows["prefix"]))
+        lines.append(
+            f"{one.name}: {config.n_layer} layers, {config.n_head} heads, τ = {config.tau:g}, sequences: {shape}"
+            f"{f', {text.left_out} tokens of the text left out' if text.left_out else ''}; {rows:,} rows, θ known to "
+            f"{wide:.0e} or better for each of them; the prefix certificate is low by up to {max(missed, 0):.3f}."
+        )
+    return html_page.section(
+        "What was measured",
+        "Move every logit of an attention row p = softmax(u / τ) by at most ε: its entries then move, summed in "
+        "absolute value, by at most ε θ(p) / τ to first order, and some move reaches that. θ is at least 8/9 wherever "
+        f"the largest entry p_max is at most 2/3, and 4 p_max (1 - p_max) above {DOMINANT:.3f}: there one atom "
+        "dominates, and the row no longer answers. A head's sink is the token with the most mass over a sequence.",
+        html_page.bullets(lines),
+    )
+
+
+def _of_one(one: Inspection, drawings: Path, head: tuple[int, int] | None) -> list[Html]:
+    """The sections of one model."""
+    if head is None:
+        share = np.nanmean(one.rows["dominant"], axis=(1, 3))
+        layer, number = (int(i) for i in np.unravel_index(int(np.argmax(share)), share.shape))
+    else:
+        layer, number = head
+    heat = html_page.figure(
+        drawings / "heads",
+        inspect_figures.heads(one),
+        "By layer and head: medians over rows of θ (lower end), D = √(1 - θ) (its greatest value that the bracket "
+        "allows, on a log scale), largest entry and normalised entropy; mean mass on the sink.",
+    )
+    scatter = html_page.figure(
+        drawings / "theta_p_max",
+        figures.theta_against_p_max({one.name: rows_frame(one)}),
+        "θ of attention rows against their largest entry; below, the same rows on a log axis of √(1 - θ).",
+    )
+    layers = html_page.figure(
+        drawings / "layers",
+        inspect_figures.layers([one]),
+        "Means over the rows of each layer; below, the stream's root mean square and the norms' gains.",
+    )
+    shades = one.rows["lower"][layer, 0, number], one.rows["p_max"][layer, 0, number]
+    pieces = [
+        (piece, 0.0 if math.isnan(t) else math.sqrt(max(0.0, 1 - t)), f"θ {t:.4f}, p_max {p:.3f}")
+        for piece, t, p in zip(one.text.pieces[0], *shades, strict=False)
+    ]
+    return [
+        html_page.section(f"{one.name}: layers and heads", heat, layers, html_page.table(head_table(one)),
+                          html_page.table(head_table(one, "sink")), html_page.table(layer_table(one, None))),
+        html_page.section(f"{one.name}: θ and the largest entry", scatter),
+        html_page.section(
+            f"{one.name}: the text, as layer {layer}, head {number} reads it",
+            "Each token is shaded by D = √(1 - θ) of its own row: plain where the row answers to its logits as strongly as "
+            "a row can, dark where one atom holds it.",
+            html_page.tinted(pieces),
+        ),
+    ]  # fmt: skip
