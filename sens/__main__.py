@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shadow = _shadowed()
     if shadow:
         return _complain(shadow)
-    return _run(COMMANDS[name], rest)
+    try:
+        return _run(COMMANDS[name], rest)
+    except KeyboardInterrupt:
+        print("sens: stopped; the same command continues", file=sys.stderr)
+        return 130
 
 
 def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
@@ -62,9 +66,6 @@ def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> 
     except Interrupted as stop:
         print(f"sens: {stop}", file=sys.stderr)
         return 130 if stop.signum == 2 else EXIT_CONTINUE
-    except KeyboardInterrupt:
-        print("sens: stopped; the same command continues", file=sys.stderr)
-        return 130
     return 0
 
 
@@ -102,9 +103,10 @@ def _parse(kind: type, command: str, arguments: Sequence[str], default: Any = No
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        # The parser draws a box over several lines; the words between its borders are the message.
-        words = " ".join(line.strip("│ ") for line in complaint.getvalue().splitlines() if line.startswith("│"))
-        message = words.split("─")[0].strip().removeprefix("Error parsing ")
+        # A title, a rule across, what is wrong, another rule; in a box where the terminal knows such characters.
+        rows = [row.strip("│ ") for row in complaint.getvalue().splitlines()]
+        rules = [place for place, row in enumerate(rows) if row.startswith("╭") or not row.strip("─-")]
+        message = " ".join(rows[rules[0] + 1 : rules[1]]).removeprefix("Error parsing ")
         raise UsageError(f"{message}; see sens {command} --help") from stop
 
 
