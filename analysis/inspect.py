@@ -9,7 +9,9 @@ model) are left out, as NaN.
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from analysis.attention import row_quantities, summarise
 from models import ModelConfig, gpt
-from models.pretrained import ModelError, Pretrained
+from models.pretrained import ModelError, Pretrained, open_model
 from models.pretrained.tokenizer import Tokenizer
+from models.pretrained.tokenizer import load as load_tokenizer
 
 DOMINANT = 2 / 3
 """A row with a larger atom has theta = 4 p_max (1 - p_max) < 8/9, any other at least 8/9 (the dichotomy)."""
@@ -58,6 +61,17 @@ class Inspection:
     """Of every layer: root mean square of the stream that enters, largest `a_{k,i}` of its norms (Corollary A.3)."""
 
 
+def read_text(path: Path) -> str:
+    """The text of a file, or of standard input for `-`."""
+    try:
+        content = sys.stdin.buffer.read() if path == Path("-") else path.read_bytes()
+        return content.decode("utf-8")
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: not UTF-8 text (byte {error.start})") from error
+
+
 def cut(text: str, tokenizer: Tokenizer, length: int, sequences: int) -> Text:
     """The first `sequences` stretches of a text, each between the tokens that the model expects before and after.
 
@@ -90,12 +104,31 @@ def _pieces(text: str, spans: np.ndarray) -> list[str]:
     return [text[a:b] for a, b in zip([spans[0, 0], *ends[:-1]], ends, strict=True)]
 
 
+def open_and_inspect(
+    path: Path,
+    text: str,
+    *,
+    tokenizer: Path | None = None,
+    length: int | None = None,
+    sequences: int = 1,
+    tau: float = 1.0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Inspection:
+    """`inspect` a model on disk on a text: with its own tokenizer unless another's path is given, `sequences` of it."""
+    model = open_model(path)
+    config = model.config
+    encoder = load_tokenizer(path, config.vocab_size, model.tokenizer, tokenizer)
+    cut_text = cut(text, encoder, min(512, config.context) if length is None else length, sequences)
+    name = path.resolve().stem if path.is_file() else path.resolve().name
+    return inspect(model, cut_text, tau=tau, name=name + (f", τ × {tau:g}" if tau != 1 else ""), progress=progress)
+
+
 def inspect(
     model: Pretrained,
     text: Text,
     *,
     tau: float = 1.0,
-    name: str = "",
+    name: str,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Inspection:
     """Measure every attention row of every layer; `tau` multiplies the model's own softmax temperature.
@@ -110,7 +143,7 @@ def inspect(
         raise ModelError(f"{model.path}: token {text.tokens.max()} is not among its {config.vocab_size}")
     layers = list(_stream(model, config, text, progress))
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
-    return Inspection(name or model.path.name, config, text, stacked["rows"], stacked["sink"], stacked["layers"])
+    return Inspection(name, config, text, stacked["rows"], stacked["sink"], stacked["layers"])
 
 
 def _stream(model: Pretrained, config: ModelConfig, text: Text, progress: Callable[[int, int], None]) -> Iterator[Any]:

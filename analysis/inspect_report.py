@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+import rich.console
 
 from analysis import figures, html_page, inspect_figures
 from analysis.html_page import Html
 from analysis.inspect import DOMINANT, QUANTITIES, Inspection, record
 from analysis.records import write_text
-from analysis.tables import Table
+from analysis.tables import Table, to_rich
+from models.pretrained import ModelError
 
 SHOWN = 8
 """Lines of a table in the terminal."""
@@ -25,6 +27,9 @@ def write(
     Of several inspections the tables' first column says which. `head` is the (layer, head) whose theta colours the
     text, by default the most dominated one.
     """
+    for one in found:
+        if head is not None and not (0 <= head[0] < one.config.n_layer and 0 <= head[1] < one.config.n_head):
+            raise ModelError(f"{one.name} has no layer {head[0]} with a head {head[1]}")
     out.mkdir(parents=True, exist_ok=True)
     named = [pl.DataFrame(record(one)).insert_column(0, pl.Series("model", [one.name] * _lines(one))) for one in found]
     _write_parquet(out / "inspect.parquet", pl.concat(named))
@@ -145,6 +150,13 @@ def tables(found: Sequence[Inspection]) -> list[Table]:
     return [*([comparison(found)] if len(found) > 1 else []), *(make(one) for one in found for make in of_one)]
 
 
+def show(found: Sequence[Inspection]) -> None:
+    """Print the tables."""
+    console = rich.console.Console()
+    for table in tables(found):
+        console.print(to_rich(table))
+
+
 def _intro(found: Sequence[Inspection]) -> Html:
     lines = []
     for one in found:
@@ -202,8 +214,8 @@ def _of_one(one: Inspection, drawings: Path, head: tuple[int, int] | None) -> li
         html_page.section(f"{one.name}: θ and the largest entry", scatter),
         html_page.section(
             f"{one.name}: the text, as layer {layer}, head {number} reads it",
-            "Each token is shaded by D = √(1 - θ) of its own row: plain where the row answers to its logits as strongly as "
-            "a row can, dark where one atom holds it.",
+            "Each token is shaded by D = √(1 - θ) of its own row: plain where the row answers to its logits as "
+            "strongly as a row can, dark where one atom holds it.",
             html_page.tinted(pieces),
         ),
     ]  # fmt: skip

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ commands:
   verify      check ||J_tau||_{inf->1} = theta/tau exhaustively at small lengths
   train       train one run, or continue it
   probe       measure attention rows and depth on a run's checkpoint
+  inspect     theta, entropy and sinks of a published model's attention on a text
   report      table, figures and report.html from recorded runs
 
 `sens COMMAND --help` lists a command's options.
@@ -50,13 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
     from analysis.records import RecordError
+    from models.pretrained import ModelError
     from train.checkpoint import CheckpointError
     from train.loop import Interrupted, TrainingError
     from train.text import DataError
 
     try:
         command(arguments)
-    except (UsageError, RecordError, DataError, CheckpointError) as error:
+    except (UsageError, RecordError, DataError, CheckpointError, ModelError) as error:
         return _complain(str(error))
     except OSError as error:  # a full disk, a read-only directory: the system's own words and the place
         return _complain(f"{error.filename or 'input or output'}: {error.strerror or error}")
@@ -207,6 +210,70 @@ def probe(arguments: Sequence[str]) -> None:
     print(f"wrote {run(options.run, options.checkpoint, options.data)}")
 
 
+def inspect(arguments: Sequence[str]) -> None:
+    """`sens inspect`."""
+    import tyro
+
+    @dataclasses.dataclass(frozen=True)
+    class Inspect:
+        """Theta, largest entry, entropy and sink mass of every attention row of a published model, on a text."""
+
+        model: Annotated[Path, tyro.conf.Positional]
+        """A directory in the hub's layout (config.json, safetensors), a .gguf file, or glassllm's .npz."""
+        text: Annotated[Path, tyro.conf.arg(help_behavior_hint="(required)")]
+        """The text: a file, or - for standard input."""
+        out: Path = Path("inspect")
+        """Where inspect.parquet and report.html go."""
+        length: int | None = None
+        """Tokens in a sequence; by default 512, or the model's positions if they are fewer."""
+        sequences: int = 1
+        """Sequences to measure, from the text's start."""
+        tau: float = 1.0
+        """Factor on the model's softmax temperature."""
+        tokenizer: Path | None = None
+        """A tokenizer's file or directory, instead of the model's own."""
+        head: tuple[int, int] | None = None
+        """Layer and head whose theta shades the text; by default the one with the most dominated rows."""
+        rows: bool = False
+        """Also write rows.parquet: a line an attention row."""
+        compare: Path | None = None
+        """Another model, set beside the first."""
+        compare_tau: float | None = None
+        """Factor on the temperature of that other model, or of the same one."""
+
+    options = _parse(Inspect, "inspect", arguments)
+    from analysis import inspect_report
+    from analysis.inspect import open_and_inspect, read_text
+    from train import progress
+
+    for name in ("length", "sequences", "tau", "compare_tau"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise UsageError(f"{name.replace('_', '-')} must be positive, got {value}")
+    text = read_text(options.text)
+    pairs = [(options.model, options.tau)]
+    if options.compare is not None or options.compare_tau is not None:
+        pairs.append((options.compare or options.model, options.compare_tau or options.tau))
+    found = []
+    for model, tau in pairs:
+        with progress.counting(str(model)) as done:
+            found.append(
+                open_and_inspect(
+                    model,
+                    text,
+                    tokenizer=options.tokenizer,
+                    length=options.length,
+                    sequences=options.sequences,
+                    tau=tau,
+                    progress=done,
+                )
+            )
+    command = "sens inspect " + shlex.join(arguments)
+    out = inspect_report.write(options.out, found, command=command, head=options.head, rows=options.rows)
+    inspect_report.show(found)
+    print(f"wrote {out / 'report.html'}")
+
+
 def report(arguments: Sequence[str]) -> None:
     """`sens report`."""
     import tyro
@@ -268,6 +335,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "verify": verify,
     "train": train,
     "probe": probe,
+    "inspect": inspect,
     "report": report,
 }
 
