@@ -1,66 +1,262 @@
-"""A first look through depth: what each sublayer's Jacobian shares with the identity, and how far its LayerNorm shrinks.
+r"""Through depth: what each sublayer's Jacobian is, and what the product of those above it does to a gradient.
 
-For a sublayer with Jacobian `P` on `n` coordinates, `tr(P)/n` is the coefficient of the best approximation of `P` by a
-multiple of the identity, and
+Sublayers count from the input up (attention 0, FFN 1, attention 2, ...); sublayer ``k`` takes ``X_k`` to ``X_{k+1}``,
+and the last one leaves ``X_N``. With ``P = dX_m/dX_l`` on ``n`` coordinates (all tokens of all sequences):
 
-    identity share = tr(P)^2 / (n ||P||_F^2)   in [0, 1]
+- *APJN* ``||P||_F^2 / n``: the mean squared gain of a random cotangent (Doshi et al., arXiv 2111.12143);
+- *alignment* ``tr(P) / n``: the multiple of the identity that fits ``P`` best;
+- the *terms* of the expansion of ``P`` (`sens.products`): `bare` (pre-LN the identity, post-LN the LayerNorm-only
+  term), `first` (through one branch) and `rest`; their gains, and their shares ``<term, P^T u> / ||P^T u||^2`` of the
+  squared length: negative where a term works against the sum, and one in total.
 
-is the part of its squared Frobenius norm which that multiple carries (the squared cosine between `P` and `I`). A pre-LN
-sublayer `I + J_k` has an identity term by construction, a post-LN sublayer `J_LN (I + J_F)` has none (theory.md,
-section 4): the same figure can be read from both. Trace and norm are estimated without forming `P`, from Gaussian probes
-`v`: `E <v, P v> = tr(P)` and `E ||P v||^2 = ||P||_F^2`.
+Random signs ``u`` estimate all of these, as ``E ||P^T u||^2 = ||P||_F^2`` and ``E <u, P^T u> = tr(P)``, and one
+backward pass a probe serves every ``l``. The gradient of the loss takes the same pass, in its own direction.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from analysis.probes import PAIR_COLUMNS
+from analysis.records import DEPTH_COLUMNS
 from models import ModelConfig, gpt
+from sens import operators, products
 
-DEPTH_COLUMNS = ("update", "sublayer", "kind", "identity_share", "trace", "a_max", "a_mean")
+Figures = dict[str, Any]
+Depth = int | Int[Array, ""]
+
+
+def link(model: ModelConfig, params: gpt.Params, tokens: Int[Array, "*b t"]) -> products.Chain:
+    """The sublayers of a forward pass in evaluation mode, attention and FFN in turn, from the embedding up."""
+    sublayers = (
+        products.Sublayer(partial(gpt.attention_branch, model), partial(gpt.attention_join, model)),
+        products.Sublayer(partial(gpt.ffn_branch, model), partial(gpt.ffn_join, model)),
+    )
+    return products.chain(sublayers, params["blocks"], gpt.embed(model, params, tokens))
+
+
+def loss(
+    model: ModelConfig, params: gpt.Params, end: Float[Array, "*b t d"], targets: Int[Array, "*b t"]
+) -> Float[Array, ""]:
+    """Mean cross-entropy per token, as a function of the stream that leaves the last block."""
+    logits = gpt.logits(model, params, end)
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
 
 def measure_depth(
-    model: ModelConfig, params: gpt.Params, tokens: Int[Array, "b t"], key: PRNGKeyArray, *, probes: int = 8
-) -> dict[str, Float[Array, "n_layer 2"]]:
-    """Identity share, `tr(P)/n`, and the largest and mean `a_{k,i}` of every sublayer, attention then FFN.
+    model: ModelConfig, params: gpt.Params, tokens: Int[Array, "b t_plus_1"], key: PRNGKeyArray, *, probes: int = 8
+) -> Figures:
+    """The `DEPTH_COLUMNS` by name, over sublayers: of each sublayer, and of the product from it to the output.
 
-    Memory: one stream a probe at a time. Call it under `jax.jit`.
+    Time is linear in depth and probes; memory is that of one activation a sublayer, the probes and the inside of one
+    sublayer. Call it under `jax.jit`.
+
+    Raises:
+      ValueError: fewer than two probes (no standard error), or more tokens than the model's context.
     """
-
-    def of_sublayer(sublayer, gain, x):
-        def probe(probe_key):
-            v = jax.random.normal(probe_key, x.shape, x.dtype)
-            _, pv = jax.jvp(sublayer, (x,), (v,))
-            return jnp.sum(v * v), jnp.sum(v * pv), jnp.sum(pv * pv)
-
-        square, trace, frobenius = (jnp.mean(part) for part in jax.lax.map(probe, jax.random.split(key, probes)))
-        return {
-            "identity_share": trace**2 / (square * frobenius),
-            "trace": trace / square,
-            "a_max": jnp.max(gain),
-            "a_mean": jnp.mean(gain),
-        }
-
-    def collect(block_params, x):
-        gain_attention, gain_ffn = gpt.norm_gains(model, block_params, x)
-        z = gpt.attention_sublayer(model, block_params, x)
-        attention = of_sublayer(lambda x: gpt.attention_sublayer(model, block_params, x), gain_attention, x)
-        ffn = of_sublayer(lambda z: gpt.ffn_sublayer(model, block_params, z), gain_ffn, z)
-        return jax.tree.map(lambda a, b: jnp.stack([a, b]), attention, ffn)
-
-    _, figures = gpt.scan_blocks(model, params, gpt.embed(model, params, tokens), collect=collect)
-    return figures
+    linked = link(model, params, tokens[:, :-1])
+    key_product, key_sublayer = jax.random.split(key)
+    gradient = jax.grad(partial(loss, model, params))(linked.end, tokens[:, 1:])
+    length = jnp.linalg.norm(gradient.ravel())
+    # The gradient goes as a vector of length one: squares of a vanishing one would underflow.
+    unit = gradient / jnp.where(length > 0, length, 1)
+    measured = _backwards(linked, jnp.concatenate([_signs(linked, key_product, probes), unit[None]]), linked.depth)
+    of_gradient = jax.tree.map(lambda figure: figure[-1], measured)
+    return {
+        **_sublayers(model, params, linked, key_sublayer, probes),
+        **_averages(linked, jax.tree.map(lambda figure: figure[:-1], measured)),
+        "gradient": length * jnp.sqrt(of_gradient["total"]),
+        **_terms("gradient_", of_gradient, length),
+    }
 
 
-def record_depth(update: int, figures: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One line a sublayer, in the order in which the stream passes them."""
-    columns = {name: np.asarray(values, np.float64).ravel() for name, values in figures.items()}
+def measure_column(
+    model: ModelConfig,
+    params: gpt.Params,
+    tokens: Int[Array, "b t"],
+    key: PRNGKeyArray,
+    stop: Depth,
+    *,
+    probes: int = 4,
+) -> Figures:
+    """Of the product to `stop` from every depth below it: APJN, alignment and terms (meaningless from `stop` on)."""
+    linked = link(model, params, tokens)
+    return _averages(linked, _backwards(linked, _signs(linked, key, probes), stop))
+
+
+def measure_pair(
+    model: ModelConfig, params: gpt.Params, tokens: Int[Array, " t"], key: PRNGKeyArray, start: Depth, stop: Depth
+) -> Figures:
+    """Of the product from `start` to `stop` on one sequence: four singular values, the bare term's norm and its bound.
+
+    Call it under `jax.jit`, where one program serves all depths.
+    """
+    linked = link(model, params, tokens)
+    vector = jax.random.normal(key, linked.end.shape, linked.end.dtype)
+
+    def largest(chain: products.Chain, count: int) -> products.SingularValues:
+        push, pull = (partial(f, chain, start=start, stop=stop) for f in (products.push, products.pull))
+        return products.singular_values(push, pull, vector, count=min(count, vector.size))
+
+    whole, bare = largest(linked, 4), largest(products.bare_chain(linked), 1)
+    sigmas = {f"sigma_{i + 1}": value for i, value in enumerate(whole.values)}
+    return {
+        **sigmas,
+        "sigma_1_residual": whole.residuals[0],
+        "bare_norm": bare.values[0],
+        "bare_norm_residual": bare.residuals[0],
+        **_bounds(model, _gains(model, params, linked), start, stop),
+    }
+
+
+def measure_block_norm(
+    model: ModelConfig, params: gpt.Params, tokens: Int[Array, " t"], key: PRNGKeyArray, start: Depth, stop: Depth
+) -> Figures:
+    """Two-sided ``(inf, rms)`` norm of the product from `start` to `stop`, of the row of the last token.
+
+    A row of blocks is a whole problem of its own: all of them would be as many times dearer.
+    """
+    linked = link(model, params, tokens)
+    last = jnp.array([tokens.shape[0] - 1])
+    norm = operators.block_operator_norm(
+        lambda v: products.push(linked, v, start, stop),
+        jnp.zeros_like(linked.end),
+        last,
+        key=key,
+        rtol=0.05,
+        restarts=1,
+    )
+    return {"block_lower": norm.lower, "block_upper": norm.upper}
+
+
+def boundaries(depth: int, count: int = 13) -> tuple[int, ...]:
+    """At most `count` depths from 0 to `depth`, both among them, evenly spread over whole blocks of two sublayers."""
+    return tuple(sorted({2 * round(i * depth / (2 * (count - 1))) for i in range(count)}))
+
+
+def record_depth(update: int, figures: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The lines of the depth table, in the order in which the stream passes the sublayers."""
+    columns = {name: np.asarray(values, np.float64) for name, values in figures.items()}
     for sublayer in range(len(columns["trace"])):
-        kind = "ffn" if sublayer % 2 else "attention"
-        numbers = {name: float(values[sublayer]) for name, values in columns.items()}
-        yield {"update": update, "sublayer": sublayer, "kind": kind, **numbers}
+        numbers = {name: finite(values[sublayer]) for name, values in columns.items()}
+        line = {"update": update, "sublayer": sublayer, "kind": "ffn" if sublayer % 2 else "attention", **numbers}
+        yield {name: line.get(name) for name in DEPTH_COLUMNS}
+
+
+def record_pairs(
+    update: int, stop: int, column: Mapping[str, Any], pairs: Mapping[int, Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """The lines of the pairs table with one `stop`; `pairs` holds by start what was measured of single products."""
+    columns = {name: np.asarray(values, np.float64) for name, values in column.items()}
+    for start in range(stop):
+        numbers = {name: finite(values[start]) for name, values in columns.items()}
+        single = {name: finite(value) for name, value in pairs.get(start, {}).items()}
+        line = {"update": update, "start": start, "stop": stop, **numbers, **single}
+        yield {name: line.get(name) for name in PAIR_COLUMNS}
+
+
+def finite(value: Any) -> float | None:
+    """A number for a record; none where it is not finite (the share of a gradient that vanished)."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _signs(linked: products.Chain, key: PRNGKeyArray, probes: int) -> Float[Array, "probes ..."]:
+    if probes < 2:
+        raise ValueError(f"probes must be at least 2, for a standard error; got {probes}")
+    return jax.random.rademacher(key, (probes, *linked.end.shape), linked.end.dtype)
+
+
+def _backwards(linked: products.Chain, cotangents: Float[Array, "vectors ..."], stop: Depth) -> Figures:
+    """Inner products of the terms at every depth, for every cotangent at `stop`: axes (vector, sublayer)."""
+
+    def one(u: Array) -> Figures:
+        def inner_products(_: Array, terms: products.Terms) -> Figures:
+            parts = {"bare": terms.bare, "first": terms.first, "rest": terms.rest}
+            return {
+                "start": jnp.vdot(u, terms.total),
+                "total": jnp.vdot(terms.total, terms.total),
+                "with_total": {name: jnp.vdot(part, terms.total) for name, part in parts.items()},
+                "square": {name: jnp.vdot(part, part) for name, part in parts.items()},
+            }
+
+        return products.pull_terms(linked, u, 0, stop, inner_products)[1]
+
+    return jax.vmap(one)(cotangents)
+
+
+def _averages(linked: products.Chain, measured: Figures) -> Figures:
+    """Means over probes, with standard errors: ``E u u^T = I``."""
+    means = jax.tree.map(lambda figure: jnp.mean(figure, axis=0) / linked.end.size, measured)
+
+    def standard_error(figure: Array) -> Array:
+        return jnp.std(figure, axis=0, ddof=1) / (linked.end.size * math.sqrt(figure.shape[0]))
+
+    return {
+        "apjn": means["total"],
+        "apjn_se": standard_error(measured["total"]),
+        "alignment": means["start"],
+        "alignment_se": standard_error(measured["start"]),
+        **_terms("", means),
+    }
+
+
+def _terms(prefix: str, figures: Figures, length: Array | float = 1.0) -> Figures:
+    """Gain and share of each term, from its square and its inner product with the sum."""
+    gains = {f"{prefix}{name}": length * jnp.sqrt(square) for name, square in figures["square"].items()}
+    shares = {f"{prefix}share_{name}": inner / figures["total"] for name, inner in figures["with_total"].items()}
+    return {**gains, **shares}
+
+
+def _sublayers(
+    model: ModelConfig, params: gpt.Params, linked: products.Chain, key: PRNGKeyArray, probes: int
+) -> Figures:
+    """Of each sublayer alone: how near its Jacobian is to a multiple of the identity, and the `a` of its norm."""
+
+    def near_identity(sublayer: products.Sublayer, block: gpt.Params, x: Array) -> tuple[Array, Array]:
+        _, push = jax.linearize(lambda x: sublayer.join(block, x, sublayer.branch(block, x)), x)
+
+        def probe(v: Array) -> tuple[Array, Array]:
+            pushed = push(v)
+            return jnp.vdot(v, pushed) / x.size, jnp.vdot(pushed, pushed) / x.size
+
+        trace, square = jax.vmap(probe)(jax.random.rademacher(key, (probes, *x.shape), x.dtype))
+        return jnp.mean(trace), jnp.mean(trace) ** 2 / jnp.mean(square)
+
+    def of_block(block_and_points: tuple[gpt.Params, Array]) -> tuple[Array, ...]:
+        block, points = block_and_points
+        found = [near_identity(sublayer, block, x) for sublayer, x in zip(linked.sublayers, points, strict=True)]
+        return tuple(jnp.stack(column) for column in zip(*found, strict=True))
+
+    points = linked.points.reshape(-1, 2, *linked.end.shape)
+    trace, share = jax.lax.map(of_block, (params["blocks"], points))
+    a = _gains(model, params, linked)
+    return {
+        "trace": trace.ravel(),
+        "identity_share": share.ravel(),
+        "a_max": jnp.max(a, axis=1),
+        "a_mean": jnp.mean(a, axis=1),
+        **jax.vmap(lambda start: _bounds(model, a, start, linked.depth))(jnp.arange(linked.depth)),
+    }
+
+
+def _gains(model: ModelConfig, params: gpt.Params, linked: products.Chain) -> Float[Array, "depth tokens"]:
+    """``a_{k,i} = ||gamma_k||_inf / sigma_k(y_{k,i})`` of every sublayer and token."""
+    entering = linked.points[::2]
+    a = jax.lax.map(lambda layer: jnp.stack(gpt.norm_gains(model, *layer)), (params["blocks"], entering))
+    return a.reshape(linked.depth, -1)
+
+
+def _bounds(model: ModelConfig, a: Float[Array, "depth tokens"], start: Depth, stop: Depth) -> Figures:
+    """Corollary A.3 on the LayerNorm-only term: ``max_i prod_k a_{k,i} <= prod_k max_i a_{k,i}``; of post-LN alone."""
+    if model.placement == "pre":
+        return {}
+    k = jnp.arange(a.shape[0])
+    logs = jnp.where(((k >= start) & (k < stop))[:, None], jnp.log(a), 0)
+    return {"bound": jnp.exp(jnp.max(jnp.sum(logs, axis=0))), "bound_loose": jnp.exp(jnp.sum(jnp.max(logs, axis=1)))}

@@ -12,7 +12,7 @@ from typing import Any
 
 import polars as pl
 
-from analysis.records import RecordError, Run
+from analysis.records import DEPTH_COLUMNS, TERMS, RecordError, Run
 
 ROW_COLUMNS: Mapping[str, Any] = {
     "update": pl.Int64,  # of the checkpoint
@@ -27,13 +27,25 @@ ROW_COLUMNS: Mapping[str, Any] = {
 CLOSED = 1e-6
 """Width at which a bracket counts as one number."""
 
-DEPTH_COLUMNS: Mapping[str, Any] = {
+PAIR_COLUMNS: Mapping[str, Any] = {
     "update": pl.Int64,
-    "sublayer": pl.Int64,  # from the input up: attention 0, FFN 1, attention 2, ...
-    "kind": pl.String,  # "attention" or "ffn"
-    "identity_share": pl.Float64,  # squared cosine between the sublayer's Jacobian and the identity
-    "a_max": pl.Float64,  # over tokens, of a_{k,i} of Corollary A.3
-    "a_mean": pl.Float64,
+    "start": pl.Int64,  # of the product P from what enters sublayer `start` to what enters sublayer `stop`
+    "stop": pl.Int64,
+    "apjn": pl.Float64,  # this and what follows: as in DEPTH_COLUMNS
+    "apjn_se": pl.Float64,
+    "alignment": pl.Float64,
+    "alignment_se": pl.Float64,
+    **dict.fromkeys(TERMS, pl.Float64),
+    **{f"share_{term}": pl.Float64 for term in TERMS},
+    # On one sequence, between the depths of a coarse grid (null elsewhere):
+    **{f"sigma_{i}": pl.Float64 for i in range(1, 5)},  # largest singular values of P; the first bounds its norm below
+    "sigma_1_residual": pl.Float64,  # some singular value of P lies within this of sigma_1
+    "bare_norm": pl.Float64,  # largest singular value of the bare term
+    "bare_norm_residual": pl.Float64,
+    "bound": pl.Float64,  # what Corollary A.3 says of it on this sequence (post-LN)
+    "bound_loose": pl.Float64,
+    "block_lower": pl.Float64,  # (inf, rms) norm of P's last row of blocks, both ends (to the output alone)
+    "block_upper": pl.Float64,
 }
 
 
@@ -46,24 +58,31 @@ def _checked(path: Path, frame: pl.DataFrame, columns: Mapping[str, Any]) -> pl.
 
 def read_rows(run: Run) -> pl.DataFrame | None:
     """`RUN/probe/rows.parquet`: one line an attention row of the checkpoint (`ROW_COLUMNS`)."""
-    path = run.path / "probe" / "rows.parquet"
-    if not path.is_file():
-        return None
-    try:
-        return _checked(path, pl.read_parquet(path), ROW_COLUMNS)
-    except pl.exceptions.PolarsError as error:
-        raise RecordError(f"{path}: not a table of attention rows ({_line(error)})") from error
+    return _read(run, "rows.parquet", "attention rows", ROW_COLUMNS)
 
 
 def read_depth(run: Run) -> pl.DataFrame | None:
-    """`RUN/probe/depth.jsonl`: one line a sublayer (`DEPTH_COLUMNS`), in order."""
-    path = run.path / "probe" / "depth.jsonl"
+    """`RUN/probe/depth.jsonl`: one line a sublayer (`records.DEPTH_COLUMNS`), in order."""
+    table = _read(run, "depth.jsonl", "sublayers", DEPTH_COLUMNS)
+    return None if table is None else table.sort("sublayer")
+
+
+def read_pairs(run: Run) -> pl.DataFrame | None:
+    """`RUN/probe/pairs.jsonl`: one line a pair of depths (`PAIR_COLUMNS`), in order."""
+    table = _read(run, "pairs.jsonl", "pairs of depths", PAIR_COLUMNS)
+    return None if table is None else table.sort("stop", "start")
+
+
+def _read(run: Run, name: str, what: str, columns: Mapping[str, Any]) -> pl.DataFrame | None:
+    path = run.path / "probe" / name
     if not path.is_file():
         return None
     try:
-        return _checked(path, pl.read_ndjson(path), DEPTH_COLUMNS).sort("sublayer")
+        # A column may begin with many nulls: its type is that of the whole.
+        frame = pl.read_parquet(path) if path.suffix == ".parquet" else pl.read_ndjson(path, infer_schema_length=None)
+        return _checked(path, frame, columns)
     except pl.exceptions.PolarsError as error:
-        raise RecordError(f"{path}: not a table of sublayers ({_line(error)})") from error
+        raise RecordError(f"{path}: not a table of {what} ({_line(error)})") from error
 
 
 @dataclasses.dataclass(frozen=True)

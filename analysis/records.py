@@ -8,6 +8,7 @@
       updates.jsonl     one line an update (`UPDATE_COLUMNS`)
       attention.jsonl   one line an (update, layer, head, quantity) (`ATTENTION_COLUMNS`)
       layers.jsonl      one line an (update, layer) (`LAYER_COLUMNS`)
+      depth.jsonl       one line an (update, sublayer) (`DEPTH_COLUMNS`), if the run was asked for it
       timing.jsonl      one line an update (`TIMING_COLUMNS`): wall clock, which equal runs do not share
       checkpoints/      parameters, optimizer state, data position and update number
       probe/            what was measured offline on a checkpoint (written by `sens probe`)
@@ -59,6 +60,32 @@ LAYER_COLUMNS: Mapping[str, Any] = {
     "a_attention": pl.Float64,  # max over tokens of ||gamma||_inf / sigma(y): the a_{k,i} of Corollary A.3,
     "a_ffn": pl.Float64,  # for the LayerNorm of the attention and of the FFN sublayer
 }
+TERMS = ("bare", "first", "rest")
+"""Terms of a product of Jacobians (`sens.products`): through no branch, through exactly one, through two or more."""
+
+DEPTH_COLUMNS: Mapping[str, Any] = {
+    "update": pl.Int64,
+    "sublayer": pl.Int64,  # from the input up: attention 0, FFN 1, attention 2, ...
+    "kind": pl.String,  # "attention" or "ffn"
+    # Of the sublayer alone:
+    "identity_share": pl.Float64,  # squared cosine between its Jacobian and the identity
+    "trace": pl.Float64,  # tr / n of its Jacobian
+    "a_max": pl.Float64,  # over tokens, of the a_{k,i} of Corollary A.3
+    "a_mean": pl.Float64,
+    # Of the product P from what enters the sublayer to what leaves the last one, on n coordinates:
+    "bound": pl.Float64,  # max over tokens of the product of a (post-LN; of the LayerNorm-only term's norm)
+    "bound_loose": pl.Float64,  # product of the a_max (post-LN)
+    "apjn": pl.Float64,  # ||P||_F^2 / n, and its standard error over probes
+    "apjn_se": pl.Float64,
+    "alignment": pl.Float64,  # tr(P) / n, and its standard error over probes
+    "alignment_se": pl.Float64,
+    **dict.fromkeys(TERMS, pl.Float64),  # root mean square gain of each term, on random cotangents
+    **{f"share_{term}": pl.Float64 for term in TERMS},  # <term, P^T u> / ||P^T u||^2
+    # The same for the gradient of the loss, a cotangent of its own:
+    "gradient": pl.Float64,  # norm of the loss's gradient with respect to what enters the sublayer
+    **{f"gradient_{term}": pl.Float64 for term in TERMS},
+    **{f"gradient_share_{term}": pl.Float64 for term in TERMS},
+}
 TIMING_COLUMNS: Mapping[str, Any] = {
     "update": pl.Int64,
     "seconds": pl.Float64,  # of this update, its record and its telemetry included
@@ -68,6 +95,7 @@ TABLES: Mapping[str, Mapping[str, Any]] = {
     "updates": UPDATE_COLUMNS,
     "attention": ATTENTION_COLUMNS,
     "layers": LAYER_COLUMNS,
+    "depth": DEPTH_COLUMNS,
     "timing": TIMING_COLUMNS,
 }
 
@@ -172,6 +200,7 @@ class Run:
     updates: pl.DataFrame
     attention: pl.DataFrame
     layers: pl.DataFrame
+    depth: pl.DataFrame
     timing: pl.DataFrame
 
     @property

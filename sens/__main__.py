@@ -203,11 +203,16 @@ def probe(arguments: Sequence[str]) -> None:
         """Update number of the checkpoint; the newest by default."""
         data: Path | None = None
         """Tokenised text; by default where the run found it."""
+        depth: bool = False
+        """Also measure the products between pairs of depths: singular values, block norms, the map over both depths."""
 
     options = _parse(Probe, "probe", arguments)
+    from train import progress
     from train.probe import probe as run
 
-    print(f"wrote {run(options.run, options.checkpoint, options.data)}")
+    with progress.counting("products through depth") as done:
+        out = run(options.run, options.checkpoint, options.data, pairs=options.depth, progress=done)
+    print(f"wrote {out}")
 
 
 def inspect(arguments: Sequence[str]) -> None:

@@ -5,12 +5,15 @@ The numbers are made up but of the right shape: pre-LN learns and sharpens, post
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
 
 from analysis import records
+from analysis.probes import PAIR_COLUMNS
 from models.config import ModelConfig
 from train.config import TrainConfig
 
@@ -114,21 +117,47 @@ def write_probe(
         "upper": np.minimum(lower + np.where(rng.uniform(size=rows) < 0.1, 1e-3, 1e-9), 1.0),
     }
     pl.DataFrame(table).write_parquet(path / "probe" / "rows.parquet")
-    lines = []
-    for sublayer in range(2 * n_layer):
-        kind = ("attention", "ffn")[sublayer % 2]
-        share, a = 0.9**sublayer, (1.2 if done else 0.9) * 0.99**sublayer
-        lines.append(
-            {
-                "update": update,
-                "sublayer": sublayer,
-                "kind": kind,
-                "identity_share": share,
-                "a_max": a,
-                "a_mean": 0.7 * a,
-            }
-        )
-    records.write_text(path / "probe" / "depth.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    depth = 2 * n_layer
+    _write_lines(path / "probe" / "depth.jsonl", (depth_line(update, k, depth, done) for k in range(depth)))
+
+
+def depth_line(update: int, sublayer: int, depth: int, done: float) -> dict[str, Any]:
+    """A sublayer of a chain whose product gains 2 % a sublayer, the bare term steady."""
+    a, above = (1.2 if done else 0.9) * 0.99**sublayer, depth - sublayer
+    line = {
+        "update": update,
+        "sublayer": sublayer,
+        "kind": ("attention", "ffn")[sublayer % 2],
+        "identity_share": 0.9**sublayer,
+        "a_max": a,
+        "a_mean": 0.7 * a,
+        "bound": 0.9 * a**above,
+        "bound_loose": a**above,
+        "apjn": 1.02 ** (2 * above),
+        "gradient": 0.1 * 1.02**above,
+    }
+    terms = {"bare": 1.0, "first": 0.02 * above, "rest": 1.02**above - 1 - 0.02 * above}
+    for prefix, scale in (("", 1.0), ("gradient_", 0.1)):
+        line |= {f"{prefix}{name}": scale * size for name, size in terms.items()}
+        line |= {f"{prefix}share_{name}": size / 1.02**above for name, size in terms.items()}
+    return {name: line.get(name, 1.0) for name in records.DEPTH_COLUMNS}
+
+
+def write_pairs(path: Path, update: int, n_layer: int) -> None:
+    """RUN/probe/pairs.jsonl: all pairs below four depths, singular values between those."""
+    depth, lines = 2 * n_layer, []
+    grid = [0, depth // 2, depth]
+    for stop in grid[1:]:
+        for start in range(stop):
+            line = {"update": update, "start": start, "stop": stop, "apjn": 1.02 ** (2 * (stop - start)), "bare": 1.0}
+            if start in grid:
+                line |= {"sigma_1": 1.1 * 1.02 ** (stop - start), "bare_norm": 1.0, "bound": 1.5, "bound_loose": 2.0}
+            lines.append({name: line.get(name) for name in PAIR_COLUMNS})
+    _write_lines(path / "probe" / "pairs.jsonl", lines)
+
+
+def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    records.write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def write_verification(path: Path, *, lengths: tuple[int, ...] = (8, 16), rows: int = 50) -> Path:

@@ -337,7 +337,7 @@ def largest(A, start, steps):
     return products.singular_values(lambda v: A @ v, lambda u: A.T @ u, start, count=2, steps=steps)
 
 
-@given(seed=st.integers(0, 2**31), shape=st.sampled_from([(7, 11), (11, 7)]), decay=st.floats(0.3, 1))
+@given(seed=st.integers(0, 2**31), shape=st.sampled_from([(7, 11), (11, 7)]), decay=st.floats(0.3, 0.99))
 @settings(deadline=None, max_examples=30)
 def test_singular_values_are_those_of_the_matrix(seed, shape, decay):
     rng = np.random.default_rng(seed)
@@ -346,7 +346,7 @@ def test_singular_values_are_those_of_the_matrix(seed, shape, decay):
     A, start = jnp.asarray(U * exact @ Vt), jnp.asarray(rng.normal(size=shape[1]))
     whole = largest(A, start, steps=11)
     np.testing.assert_allclose(whole.values[0], 1, rtol=1e-9)
-    assert decay == 1 or abs(whole.values[1] - decay) < 1e-6
+    np.testing.assert_allclose(whole.values[1], decay, rtol=1e-9)
     few = largest(A, start, steps=3)
     spectrum = np.append(exact, 0)  # zero: of a domain or range larger than the rank
     for value, residual in zip(few.values, few.residuals, strict=True):

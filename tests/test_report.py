@@ -134,7 +134,7 @@ def test_one_fresh_run(tmp_path):
     """A run that has a configuration and nothing else yet."""
     path = write_run(tmp_path / "run", updates=1)
     for table in records.TABLES:
-        (path / f"{table}.jsonl").unlink()
+        (path / f"{table}.jsonl").unlink(missing_ok=True)
     read = page(report.write_report(tmp_path, [records.read_run(path)]))
     assert "pre-LN, seed 42: no update is recorded yet." in read.text
     assert "model.n_layer" in read.text

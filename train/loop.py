@@ -27,6 +27,7 @@ from models import ModelConfig
 from train import checkpoint, step
 from train.config import TrainConfig
 from train.data import TokenDataset, batches, prepare
+from train.depth import depth_rows
 from train.presets import RunConfig, difference, from_json
 from train.text import DataError
 
@@ -105,7 +106,7 @@ def _run(run, config, dataset, checkpointer, state, position, received, events, 
             }
             tables = {
                 "updates": [row],
-                **_telemetry(config, update, state["params"], tokens[-1, :, :-1], metrics, check),
+                **_telemetry(config, update, state["params"], tokens[-1], metrics, check),
             }
             for table, rows in tables.items():
                 records.append(run, table, rows)
@@ -165,10 +166,15 @@ def _due(update: int, every: int, last: int, *, first: bool = True) -> bool:
 
 
 def _telemetry(
-    config: RunConfig, update: int, params: Any, tokens: np.ndarray, metrics: dict[str, Any], check: Callable[..., None]
+    config: RunConfig,
+    update: int,
+    params: Any,
+    sequences: np.ndarray,
+    metrics: dict[str, Any],
+    check: Callable[..., None],
 ) -> dict[str, list[dict[str, Any]]]:
-    """The attention and layer tables at their cadences, in evaluation mode, on the update's last micro-batch."""
-    settings, tables = config.train, {}
+    """The attention, layer and depth tables at their cadences, in evaluation mode, on the update's last micro-batch."""
+    settings, tokens, tables = config.train, sequences[:, :-1], {}
     if _due(update, settings.attention_every, settings.updates):
         layers = sampled_layers(config.model.n_layer)
         rows = jax.device_get(jitted_rows(config.model, layers)(params, tokens))
@@ -178,6 +184,8 @@ def _telemetry(
         figures = jax.device_get(_jitted_layers(config.model)(params, tokens))
         check(update, {**metrics, **figures}, tuple(figures))
         tables["layers"] = list(record_layers(update, {"grad_norm": metrics["block_grad_norms"], **figures}))
+    if settings.probe_every and _due(update, settings.probe_every, settings.updates):
+        tables["depth"] = depth_rows(config.model, params, update, sequences)
     return tables
 
 
@@ -314,8 +322,9 @@ class _TensorBoard:
             if table == "attention":
                 values = {row["quantity"]: row["median"]} if row["head"] is None else {}
             else:
-                values = {name: value for name, value in row.items() if name not in ("update", "layer")}
-            place = f"layer-{row['layer']}" if "layer" in row else ""
+                places = ("update", "layer", "sublayer")
+                values = {k: v for k, v in row.items() if k not in places and isinstance(v, int | float)}
+            place = next((f"{name}-{row[name]}" for name in ("layer", "sublayer") if name in row), "")
             for name, value in values.items():
                 self._writer.add_scalar("/".join(part for part in (table, name, place) if part), value, row["update"])
 

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,15 @@ import polars as pl
 
 from analysis import records
 from analysis.attention import sampled_layers
-from analysis.depth import measure_depth, record_depth
-from models import ModelConfig, gpt
-from train import checkpoint, step
+from models import gpt
+from train import checkpoint, depth, step
 from train.data import TokenDataset, batches
 from train.loop import jitted_rows, open_data
 from train.presets import RunConfig, from_json
 
 ROWS = "rows.parquet"
 DEPTH = "depth.jsonl"
+PAIRS = "pairs.jsonl"
 
 
 def load(run: Path, update: int | None = None) -> tuple[RunConfig, gpt.Params, int]:
@@ -43,43 +43,59 @@ def load(run: Path, update: int | None = None) -> tuple[RunConfig, gpt.Params, i
     return config, state["params"], int(position["next_index"])
 
 
-def last_micro_batch(config: RunConfig, dataset: TokenDataset, update: int) -> np.ndarray:
-    """The inputs of an update's last micro-batch: what the telemetry of that update was measured on."""
+def last_sequences(config: RunConfig, dataset: TokenDataset, update: int) -> np.ndarray:
+    """An update's last micro-batch: inputs and, shifted by one, targets."""
     settings = config.train
     iterator = batches(
         dataset, micro_batch=settings.micro_batch, accumulation=settings.accumulation, start_update=update - 1
     )
     try:
-        return next(iterator)[-1, :, :-1]
+        return next(iterator)[-1]
     finally:
         iterator.close()
 
 
-def probe(run: Path, update: int | None = None, data: Path | None = None) -> Path:
-    """Measure every row of the sampled layers and every sublayer of a checkpoint; returns the directory written to.
+def last_micro_batch(config: RunConfig, dataset: TokenDataset, update: int) -> np.ndarray:
+    """Its inputs alone: what the telemetry of that update was measured on."""
+    return last_sequences(config, dataset, update)[:, :-1]
 
-    The text is looked for where the run recorded it unless `data` is given.
+
+def probe(
+    run: Path,
+    update: int | None = None,
+    data: Path | None = None,
+    *,
+    pairs: bool = False,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Path:
+    """Measure a checkpoint: every row of the sampled layers, and every sublayer; returns the directory written to.
+
+    Args:
+      run: the run's directory.
+      update: of the checkpoint; the newest by default.
+      data: the text; by default where the run recorded it.
+      pairs: also measure products between pairs of depths: singular values, block norms, the map over both depths.
+      progress: called with the number of pairs done and of all.
     """
     config, params, at = load(run, update)
     recorded = Path(records.read_config(run)["data"]["directory"])
     dataset = open_data(config, data or recorded)
-    tokens = last_micro_batch(config, dataset, at)
+    sequences = last_sequences(config, dataset, at)
     out = run / "probe"
     out.mkdir(exist_ok=True)
     layers = sampled_layers(config.model.n_layer)
-    rows = jax.device_get(jitted_rows(config.model, layers)(params, tokens))
+    rows = jax.device_get(jitted_rows(config.model, layers)(params, sequences[:, :-1]))
     temporary = out / (ROWS + ".tmp")
     _rows_frame(at, layers, rows).write_parquet(temporary)
     temporary.replace(out / ROWS)
-    figures = jax.device_get(_jitted_depth(config.model)(params, tokens, key=jax.random.key(0)))
-    lines = [json.dumps(line) for line in record_depth(at, figures)]
-    records.write_text(out / DEPTH, "\n".join(lines) + "\n")
+    _write_lines(out / DEPTH, depth.depth_rows(config.model, params, at, sequences))
+    if pairs:
+        _write_lines(out / PAIRS, depth.pair_rows(config.model, params, at, sequences, progress))
     return out
 
 
-@functools.cache
-def _jitted_depth(model: ModelConfig) -> Callable[..., Any]:
-    return jax.jit(functools.partial(measure_depth, model))
+def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    records.write_text(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
 
 def _rows_frame(update: int, layers: tuple[int, ...], rows: dict[str, Any]) -> pl.DataFrame:

@@ -30,6 +30,14 @@ def training(name: str) -> Iterator[Callable[[loop.Progress], None]]:
 
 
 @contextlib.contextmanager
+def counting(name: str) -> Iterator[Callable[[int, int], None]]:
+    """A line with how many of all are done."""
+    with _bar("{task.description}", "{task.completed}/{task.total}") as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
 def bytes_done(name: str) -> Iterator[Callable[[int, int], None]]:
     """A line with the megabytes of text done, fed by `train.data.prepare`'s `progress`."""
     with _bar("{task.description}", "{task.percentage:>3.0f} %") as bar:
