@@ -28,6 +28,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from sens import checks, discrepancy
@@ -62,7 +63,7 @@ class _Rows(NamedTuple):
 
 
 def theta_bracket(
-    p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None, tol: float = 1e-6
+    p: Float[ArrayLike, "*rows n"], where: Bool[ArrayLike, "*rows n"] | None = None, tol: float = 1e-6
 ) -> Bracket:
     """Bracket(lower, upper) with lower ≤ theta(p / sum p) ≤ upper, true of the row as stored.
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
-from numpy.typing import ArrayLike
 
 SUM_TOLERANCE = 1e-3
 """A row of probabilities may miss a sum of one by this much; functions of a row mean the row divided by its sum."""
@@ -22,7 +22,7 @@ def is_traced(*arrays: Any) -> bool:
     return any(isinstance(array, Tracer) for array in arrays)
 
 
-def as_float(x: ArrayLike | Array, name: str) -> Float[Array, "..."]:
+def as_float(x: ArrayLike, name: str) -> Float[Array, "..."]:
     """`x` as a jax array with its own dtype; a `TypeError` if it is not floating, or would be rounded on the way in."""
     dtype = np.result_type(x) if not hasattr(x, "dtype") else x.dtype  # pyright: ignore[reportAttributeAccessIssue]
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -36,7 +36,7 @@ def as_float(x: ArrayLike | Array, name: str) -> Float[Array, "..."]:
     return array
 
 
-def as_rows(p: ArrayLike | Array, where: ArrayLike | Array | None = None) -> Float[Array, "*rows n"]:
+def as_rows(p: ArrayLike, where: ArrayLike | None = None) -> Float[Array, "*rows n"]:
     """Rows of float32 or float64 with the entries outside `where` set to zero; shapes and dtypes checked."""
     array = as_float(p, "p")
     if array.dtype not in (jnp.float32, jnp.float64):
@@ -47,7 +47,7 @@ def as_rows(p: ArrayLike | Array, where: ArrayLike | Array | None = None) -> Flo
     return array if mask is None else jnp.where(mask, array, jnp.zeros((), array.dtype))
 
 
-def as_mask(where: ArrayLike | Array | None, shape: tuple[int, ...]) -> Bool[Array, "..."] | None:
+def as_mask(where: ArrayLike | None, shape: tuple[int, ...]) -> Bool[Array, "..."] | None:
     """`where` broadcast to `shape`; None stays None."""
     if where is None:
         return None
@@ -65,9 +65,7 @@ def row_is_valid(p: Float[Array, "*rows n"]) -> Bool[Array, "*rows"]:
     return (jnp.min(p, axis=-1) >= 0) & (jnp.abs(jnp.sum(p, axis=-1) - 1) <= SUM_TOLERANCE)
 
 
-def raise_on_invalid(
-    result: Float[Array, "*rows"], p: ArrayLike | Array, where: ArrayLike | Array | None = None
-) -> None:
+def raise_on_invalid(result: Float[Array, "*rows"], p: ArrayLike, where: ArrayLike | None = None) -> None:
     """Raise a `ValueError` about the first row whose result is NaN; does nothing inside a transformation."""
     if not is_traced(result, p, where):
         bad = np.isnan(np.asarray(result))

@@ -5,12 +5,13 @@ The derivative at a zero token is zero (a subgradient), never NaN.
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from sens import checks
 
 
-def norm_inf_two(Z: Float[Array, "*batch L d"]) -> Float[Array, "*batch"]:
+def norm_inf_two(Z: Float[ArrayLike, "*batch L d"]) -> Float[Array, "*batch"]:
     """‖Z‖_{inf,2} = max over tokens i of ‖z_i‖_2.
 
     >>> import jax.numpy as jnp
@@ -28,11 +29,12 @@ def norm_inf_two(Z: Float[Array, "*batch L d"]) -> Float[Array, "*batch"]:
     return jnp.max(scale[..., 0] * lengths, axis=-1)
 
 
-def norm_inf_rms(X: Float[Array, "*batch L d"]) -> Float[Array, "*batch"]:
+def norm_inf_rms(X: Float[ArrayLike, "*batch L d"]) -> Float[Array, "*batch"]:
     """‖X‖_{inf,rms} = max over tokens i of ‖x_i‖_2 / sqrt(d).
 
     >>> import jax.numpy as jnp
     >>> print(norm_inf_rms(jnp.array([[3.0, 3.0], [1.0, 0.0]])))
     3.0
     """
+    X = checks.as_float(X, "X")
     return norm_inf_two(X) / jnp.sqrt(jnp.asarray(X.shape[-1], X.dtype))

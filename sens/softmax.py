@@ -12,15 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from sens import checks
 
 
 def softmax(
-    u: Float[Array, "*rows n"],
-    tau: float | Float[Array, ""] = 1.0,
-    where: Bool[Array, "*rows n"] | None = None,
+    u: Float[ArrayLike, "*rows n"],
+    tau: float | Float[ArrayLike, ""] = 1.0,
+    where: Bool[ArrayLike, "*rows n"] | None = None,
 ) -> Float[Array, "*rows n"]:
     """Tempered softmax s_tau(u) = exp(u/tau) / sum exp(u/tau) over the last axis.
 
@@ -45,9 +46,9 @@ def softmax(
 
 
 def softmax_jacobian(
-    u: Float[Array, "*rows n"],
-    tau: float | Float[Array, ""] = 1.0,
-    where: Bool[Array, "*rows n"] | None = None,
+    u: Float[ArrayLike, "*rows n"],
+    tau: float | Float[ArrayLike, ""] = 1.0,
+    where: Bool[ArrayLike, "*rows n"] | None = None,
 ) -> Float[Array, "*rows n n"]:
     """J_tau(u) = (Diag(p) - p pᵀ) / tau with p = s_tau(u): symmetric, positive semidefinite, rows summing to zero.
 
@@ -61,13 +62,13 @@ def softmax_jacobian(
     return p[..., :, None] * (identity - p[..., None, :]) / _temperature(tau, p.dtype)
 
 
-def _temperature(tau: float | Float[Array, ""], dtype: jnp.dtype) -> Float[Array, ""]:
+def _temperature(tau: float | Float[ArrayLike, ""], dtype: jnp.dtype) -> Float[Array, ""]:
     if not checks.is_traced(tau) and not np.all(np.asarray(tau) > 0):
         raise ValueError(f"tau = {tau}: a positive temperature is wanted")
     return jnp.asarray(tau, dtype)
 
 
-def norm_inf_to_one(J: Float[Array, "*rows m n"]) -> Float[Array, "*rows"]:
+def norm_inf_to_one(J: Float[ArrayLike, "*rows m n"]) -> Float[Array, "*rows"]:
     """Exact inf→1 norm, max over sign vectors x of ‖J x‖_1, by enumeration: 2^(n-1) products, n ≤ 24.
 
     A convex function takes its maximum over the cube at a corner, and x and -x give the same value. The signs of the
@@ -84,11 +85,16 @@ def norm_inf_to_one(J: Float[Array, "*rows m n"]) -> Float[Array, "*rows"]:
             f"J has shape {J.shape}; (..., m, n) with 1 ≤ n ≤ 24 is wanted (2^(n-1) sign vectors are tried)"
         )
     matrices = lax.stop_gradient(J).reshape(-1, *J.shape[-2:])
-    x = lax.map(_best_signs, matrices).reshape(*J.shape[:-2], J.shape[-1])
+    x = _best_signs(matrices).reshape(*J.shape[:-2], J.shape[-1])
     return jnp.sum(jnp.abs(jnp.einsum("...mn,...n->...m", J, x, precision="highest")), axis=-1)
 
 
-def _best_signs(J: Float[Array, "m n"]) -> Float[Array, " n"]:
+@jax.jit  # called eagerly, the loops inside would be compiled again at every call
+def _best_signs(J: Float[Array, "rows m n"]) -> Float[Array, "rows n"]:
+    return lax.map(_best_signs_of_one, J)
+
+
+def _best_signs_of_one(J: Float[Array, "m n"]) -> Float[Array, " n"]:
     """The sign vector x, with x_n = +1, of the largest ‖J x‖_1."""
     n = J.shape[-1]
     inner = min(n - 1, 12)
@@ -107,7 +113,9 @@ def _best_signs(J: Float[Array, "m n"]) -> Float[Array, " n"]:
     return lax.fori_loop(0, 2**outer, visit, start)[1]
 
 
-def norm_one_to_one(p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None) -> Float[Array, "*rows"]:
+def norm_one_to_one(
+    p: Float[ArrayLike, "*rows n"], where: Bool[ArrayLike, "*rows n"] | None = None
+) -> Float[Array, "*rows"]:
     """2 max_i p_i (1 - p_i): the 1→1 and the inf→inf norm of Diag(p) - p pᵀ (divide by tau for J).
 
     >>> import jax.numpy as jnp
@@ -118,7 +126,7 @@ def norm_one_to_one(p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | 
     return _row_result(2 * jnp.max(rows * (1 - rows), axis=-1), rows, p, where)
 
 
-def g_1(p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None) -> Float[Array, "*rows"]:
+def g_1(p: Float[ArrayLike, "*rows n"], where: Bool[ArrayLike, "*rows n"] | None = None) -> Float[Array, "*rows"]:
     """Yudin's bound on lambda_max: p_(1) (1 - p_(1) + p_(2)), of the two largest entries (arXiv 2507.07814).
 
     >>> import jax.numpy as jnp
@@ -130,7 +138,9 @@ def g_1(p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None)
     return _row_result(first * (1 - first + second), rows, p, where)
 
 
-def lambda_max(p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None) -> Float[Array, "*rows"]:
+def lambda_max(
+    p: Float[ArrayLike, "*rows n"], where: Bool[ArrayLike, "*rows n"] | None = None
+) -> Float[Array, "*rows"]:
     """The largest eigenvalue of Diag(p) - p pᵀ, its spectral norm (divide by tau for J).
 
     It is the root of sum_i p_i / (lambda - p_i) = 0 in [p_(2), p_(1)], found by bisection; its eigenvector is
@@ -141,19 +151,23 @@ def lambda_max(p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None 
     0.5
     """
     rows = checks.as_rows(p, where)
-    v = lax.stop_gradient(_top_eigenvector(rows))
+    v = _top_eigenvector(lax.stop_gradient(rows))
     return _row_result(jnp.sum(rows * v * v, axis=-1) - jnp.sum(rows * v, axis=-1) ** 2, rows, p, where)
 
 
+@jax.jit  # called eagerly, the loop inside would be compiled again at every call
 def _top_eigenvector(p: Float[Array, "*rows n"]) -> Float[Array, "*rows n"]:
     first, second = (x[..., None] for x in _two_largest(p))
-    low, high = second, first
-    for _ in range(jnp.finfo(p.dtype).nmant + 2):
+
+    def halve(_, interval):
+        low, high = interval
         middle = (low + high) / 2
         # The sum is finite for a middle strictly between the two largest; elsewhere the interval is done.
         inside = (middle > second) & (middle < first)
         slope = jnp.sum(p / jnp.where(middle == p, 1, middle - p), axis=-1, keepdims=True)
-        low, high = jnp.where(inside & (slope > 0), middle, low), jnp.where(inside & (slope <= 0), middle, high)
+        return jnp.where(inside & (slope > 0), middle, low), jnp.where(inside & (slope <= 0), middle, high)
+
+    low, high = lax.fori_loop(0, jnp.finfo(p.dtype).nmant + 2, halve, (second, first))
     root = (low + high) / 2
     inside = (root > second) & (root < first)
     # Two equal largest entries (to rounding): the eigenvector is their difference.
@@ -171,7 +185,9 @@ def _two_largest(p: Float[Array, "*rows n"]) -> tuple[Float[Array, "*rows"], Flo
     return largest[..., 0], largest[..., 1]
 
 
-def _row_result(value: Float[Array, "*rows"], rows: Array, p: Array, where: Array | None) -> Float[Array, "*rows"]:
+def _row_result(
+    value: Float[Array, "*rows"], rows: Array, p: ArrayLike, where: ArrayLike | None
+) -> Float[Array, "*rows"]:
     """`value` where the row is one of probabilities, else NaN (eagerly an error)."""
     result = jnp.where(checks.row_is_valid(rows), value, math.nan)
     checks.raise_on_invalid(result, p, where)
@@ -179,7 +195,7 @@ def _row_result(value: Float[Array, "*rows"], rows: Array, p: Array, where: Arra
 
 
 def normalised_entropy(
-    p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None
+    p: Float[ArrayLike, "*rows n"], where: Bool[ArrayLike, "*rows n"] | None = None
 ) -> Float[Array, "*rows"]:
     """H_norm(p) = -sum p log p / log |support|, in [0, 1]; the support is `where`, or the whole axis.
 

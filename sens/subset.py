@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from sens import checks, discrepancy
@@ -15,7 +16,7 @@ _HEAD = 10
 
 
 def theta_of_subset(
-    p: Float[Array, "*rows n"], subset: Bool[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None
+    p: Float[ArrayLike, "*rows n"], subset: Bool[ArrayLike, "*rows n"], where: Bool[ArrayLike, "*rows n"] | None = None
 ) -> Float[Array, "*rows"]:
     """4 p(S)(1 - p(S)): a lower bound on theta for every S, differentiable in p.
 
@@ -33,7 +34,7 @@ def theta_of_subset(
     return result
 
 
-def bisect(p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None) -> Bool[Array, "*rows n"]:
+def bisect(p: Float[ArrayLike, "*rows n"], where: Bool[ArrayLike, "*rows n"] | None = None) -> Bool[Array, "*rows n"]:
     """A subset S with p(S) as near to one half as found: x = +1 on S, -1 elsewhere is the theorem's maximiser.
 
     The best of: the sorted prefixes; all signs of the ten largest entries with the rest dealt greedily; and each of

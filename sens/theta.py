@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
-from numpy.typing import ArrayLike
 
 from sens import checks, partition
 from sens.bracket import Bracket
@@ -28,7 +28,7 @@ def theta_uniform(k: int) -> float:
     return 1 - (k % 2) / k**2
 
 
-def theta_bounds_from_p_max(p_max: Float[Array, "*rows"]) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
+def theta_bounds_from_p_max(p_max: Float[ArrayLike, "*rows"]) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
     """The best (lower, upper) for theta that the row's largest entry alone gives.
 
     - p_max ≥ 1/2: theta = 4 p_max (1 - p_max), both ends.
@@ -49,7 +49,9 @@ def theta_bounds_from_p_max(p_max: Float[Array, "*rows"]) -> tuple[Float[Array, 
     return jnp.where(valid, lower, math.nan), jnp.where(valid, upper, math.nan)
 
 
-def theta_prefix(p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | None = None) -> Float[Array, "*rows"]:
+def theta_prefix(
+    p: Float[ArrayLike, "*rows n"], where: Bool[ArrayLike, "*rows n"] | None = None
+) -> Float[Array, "*rows"]:
     """The paper's prefix certificate, a lower bound: 4 c (1 - c) for the sorted prefix sum c nearest to 1/2.
 
     No sort: the smallest entry of the prefix that crosses 1/2 is found by bisection on the bits of a float (which are
@@ -63,21 +65,24 @@ def theta_prefix(p: Float[Array, "*rows n"], where: Bool[Array, "*rows n"] | Non
     1.0
     """
     rows = checks.as_rows(p, where)
-    share = lax.stop_gradient(prefix_share(rows))
+    share = prefix_share(lax.stop_gradient(rows))
     c = jnp.sum(share * rows, axis=-1) / jnp.sum(rows, axis=-1)
     result = jnp.where(checks.row_is_valid(rows), 4 * c * (1 - c), math.nan)
     checks.raise_on_invalid(result, p, where)
     return result
 
 
+@jax.jit  # called eagerly, the loops inside would be compiled again at every call
 def prefix_share(p: Float[Array, "*rows n"]) -> Float[Array, "*rows n"]:
     """The share of each entry in the prefix nearest to half the mass: 1, 0, or a fraction for ties at its edge."""
     n = p.shape[-1]
-    flat = p.reshape(-1, n)
-    # On a CPU the bisection rereads its rows 27 times or so: block by block they stay in the cache.
-    block = max(1, 2**15 // n)
-    blocked = lambda rows: lax.map(_prefix_share, rows, batch_size=block)  # noqa: E731
-    return lax.platform_dependent(flat, cpu=blocked, default=jax.vmap(_prefix_share)).reshape(p.shape)
+    block = max(1, 2**15 // n)  # rows: the bisection rereads them 27 times, and on a CPU they stay in the cache
+    share = lax.platform_dependent(
+        p.reshape(-1, n),
+        cpu=lambda rows: lax.map(_prefix_share, rows, batch_size=block),
+        default=jax.vmap(_prefix_share),
+    )
+    return share.reshape(p.shape)
 
 
 def _prefix_share(p: Float[Array, " n"]) -> Float[Array, " n"]:
