@@ -13,7 +13,7 @@ from analysis.report import write_report
 from train import progress
 from train.data import prepare
 from train.loop import train
-from train.presets import RunConfig
+from train.presets import RunConfig, from_json
 from train.probe import DEPTH, ROWS, probe
 
 PLACEMENTS = ("pre", "post")
@@ -23,11 +23,9 @@ def reproduce(out: Path, config: RunConfig, seeds: Sequence[int]) -> None:
     """Verify, tokenise, train both placements over the seeds, probe, and write table, figures and report into `out`."""
     say = rich.console.Console(highlight=False).print
     out.mkdir(parents=True, exist_ok=True)
-    worked = False
     if not (out / "verify.json").is_file():
         say("[bold]1. The identity[/bold] ||J||_{inf->1} = theta/tau, every sign vector against every subset")
         verify(out / "verify.json", show=say)
-        worked = True
     with progress.bytes_done("tokenise") as done:
         prepare(config.train.source, config.train.tokenizer, out / "data", progress=done)
     runs = []
@@ -39,15 +37,14 @@ def reproduce(out: Path, config: RunConfig, seeds: Sequence[int]) -> None:
                 say(f"[bold]2. Train[/bold] {placement}-LN, seed {seed}: {one.train.updates} updates, into {run}")
                 with progress.training(run.name) as on_update:
                     train(run, one, out / "data", on_update=on_update)
-                worked = True
             if not all((run / "probe" / name).is_file() for name in (ROWS, DEPTH)):
                 say(f"[bold]3. Probe[/bold] {run}")
                 probe(run)
-                worked = True
     recorded = read_runs(runs)
     show_table(recorded)
     page = out / "report.html"
-    if worked or not page.is_file():
+    made_from = [out / "verify.json", *(run / "probe" / DEPTH for run in runs)]  # the last file of every step
+    if not page.is_file() or page.stat().st_mtime < max(path.stat().st_mtime for path in made_from):
         say("[bold]4. Figures and report[/bold]")
         write_report(out, recorded, unigram_entropy=recorded_unigram_entropy(recorded))
     say(f"Report: {page}   figures: {out / 'figures'}")
@@ -71,9 +68,10 @@ def _variant(config: RunConfig, placement: str, seed: int) -> RunConfig:
 
 
 def _finished(run: Path, config: RunConfig) -> bool:
-    """Whether the run has its last update recorded (a changed configuration is left to `train` to refuse)."""
-    if not (run / "config.json").is_file():
+    """Whether the run is this one with its last checkpoint whole (anything else is left to `train`)."""
+    if not (run / "checkpoints" / str(config.train.updates)).is_dir():
         return False
-    updates = records.read_table(run, "updates")["update"]
-    same = records.read_config(run)["model"] == dataclasses.asdict(config.model)
-    return same and updates.len() == config.train.updates
+    try:
+        return from_json(records.read_config(run)) == config
+    except ValueError:  # of another version: `train` says which fields
+        return False
