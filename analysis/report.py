@@ -5,15 +5,15 @@ claimed is computed (`findings`). The same records give the same bytes.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from analysis import figures, findings, html_page, tables
+from analysis import depth_figures, figures, findings, html_page, tables
 from analysis.html_page import Html
-from analysis.probes import Verification, read_depth, read_rows, read_verification
+from analysis.probes import Verification, read_depth, read_pairs, read_rows, read_verification
 from analysis.records import RecordError, Run, write_text
 
 
@@ -198,7 +198,43 @@ def _depth(runs: Sequence[Run], depths: Mapping[str, pl.DataFrame], drawings: Pa
             "Depth, first look. Left: identity share by sublayer. Right: a of post-LN, the line is at one.",
         ),
         html_page.table(findings.depth_table(probed, found)),
+        *_products(probed, found, drawings),
     )
+
+
+def _products(runs: Sequence[Run], depths: Sequence[pl.DataFrame], drawings: Path) -> Iterator[Html | str]:
+    """Products of Jacobians: to the output at the last checkpoints, over both depths, and over training."""
+    yield (
+        "The product of all Jacobians from a sublayer to the output is a sum over paths: through no branch (pre-LN the "
+        "identity, post-LN the LayerNorms alone), through exactly one, through two or more. Each term was measured on "
+        "the same random cotangents, and on the gradient of the loss. A share is the term's inner product with the "
+        "whole, over the squared length of the whole: the shares sum to one, and a term that the others cancel has a "
+        "share above it."
+    )
+    yield html_page.figure(
+        drawings / "figure_5b_products",
+        depth_figures.profiles(runs, depths),
+        "Figure 5b. Gain of each term from a sublayer to the output; the gradient by depth; its bare term's share.",
+    )
+    yield html_page.table(depth_figures.products_table(runs, depths))
+    post = [(run, depth) for run, depth in zip(runs, depths, strict=True) if run.placement == "post"]
+    if post:
+        yield "Corollary A.3, asked of each post-LN run:"
+        yield html_page.bullets(f"{run.label}: {depth_figures.verdict(depth)}" for run, depth in post)
+    measured = {run.placement: (run.label, table) for run in reversed(runs) if (table := read_pairs(run)) is not None}
+    if measured:
+        yield html_page.figure(
+            drawings / "figure_5b_map",
+            depth_figures.depth_map(dict(measured[placement] for placement in sorted(measured, reverse=True))),
+            "Gain of the product between any two depths: above, the whole; below, its bare term alone.",
+        )
+    followed = [run for run in runs if not run.depth.is_empty()]
+    if followed:
+        yield html_page.figure(
+            drawings / "figure_5b_training",
+            depth_figures.over_training(followed),
+            "The product from above block 0 to the output, over training.",
+        )
 
 
 def _differences(runs: Sequence[Run], unigram_entropy: float | None) -> Html:

@@ -16,6 +16,7 @@ FIGURES = (
     "figure_3_sharpening",
     "figure_4_theta_p_max",
     "figure_5_depth",
+    "figure_5b_products",
 )
 
 

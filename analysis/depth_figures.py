@@ -1,0 +1,187 @@
+"""Figure 5b and its kin: the terms of a product of Jacobians over depth, over both depths, and over training; in words.
+
+Names of terms are those of `sens.products`: `bare` (pre-LN the identity, post-LN the LayerNorm-only term), `first`
+(through one branch) and `rest`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import polars as pl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis.plotting import REFERENCE, colour, line_styles, log_axis, new_figure, nothing_here, run_legend, styled
+from analysis.records import TERMS, Run
+from analysis.tables import Table
+
+TERM_COLOURS = {"total": "#000000", "bare": "#009E73", "first": "#E69F00", "rest": "#CC79A7"}
+TERM_NAMES = {
+    "pre": {"total": "all", "bare": "identity", "first": "one branch", "rest": "two or more"},
+    "post": {"total": "all", "bare": "LayerNorms only", "first": "one branch", "rest": "two or more"},
+}
+START = 2
+"""Depth from which single numbers are quoted: above block 0, which takes the embedding's own magnitude."""
+
+
+@styled
+def profiles(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Figure:
+    """Figure 5b: products from every depth to the output at a checkpoint, one curve a term, pre-LN beside post-LN.
+
+    Above, the root mean square gain of a random cotangent; below, the gradient of the loss: its norm at every depth,
+    and the share of it that the bare term carries.
+    """
+    figure, ((pre, post), (gradient, share)) = new_figure(2, 2, height=6.8)
+    for panel, letter, placement in ((pre, "a", "pre"), (post, "b", "post")):
+        found = [(run, depth) for run, depth in zip(runs, depths, strict=True) if run.placement == placement]
+        _label(panel, f"({letter}) {placement}-LN: gain from here to the output", "sublayer", "root mean square gain")
+        if found:
+            _gains(panel, placement, found)
+        else:
+            nothing_here(panel, f"no {placement}-LN run probed")
+    for run, depth, style in zip(runs, depths, line_styles(runs), strict=True):
+        drawn = {"color": colour(run), "linestyle": style}
+        gradient.plot(depth["sublayer"], depth["gradient"], **drawn)
+        share.plot(depth["sublayer"], depth["gradient_share_bare"], **drawn)
+    _label(gradient, "(c) Gradient of the loss by depth", "sublayer", r"$\Vert\partial\,loss/\partial X_l\Vert$")
+    _label(share, "(d) Share of the bare term in that gradient", "sublayer", "signed share of squared norm")
+    share.set_yscale("symlog", linthresh=1.0)
+    share.axhline(1.0, **REFERENCE)
+    log_axis(gradient)
+    run_legend(figure, runs)
+    return figure
+
+
+def _gains(panel: Axes, placement: str, found: Sequence[tuple[Run, pl.DataFrame]]) -> None:
+    styles = line_styles([run for run, _ in found])
+    for number, ((_, depth), style) in enumerate(zip(found, styles, strict=True)):
+        for term, shade in TERM_COLOURS.items():
+            gain = depth["apjn"].sqrt() if term == "total" else depth[term]
+            # One sublayer has no path through two branches: what is there is rounding.
+            drawn = depth["sublayer"] < (len(depth) - 1 if term == "rest" else len(depth))
+            name = None if number else TERM_NAMES[placement][term]
+            panel.plot(depth["sublayer"].filter(drawn), gain.filter(drawn), color=shade, linestyle=style, label=name)
+        if placement == "post":
+            name = None if number else "Corollary A.3: bound of its norm"
+            panel.plot(depth["sublayer"], depth["bound"], label=name, **REFERENCE)
+    log_axis(panel)
+    panel.legend(loc="best")
+
+
+@styled
+def depth_map(pairs: Mapping[str, pl.DataFrame]) -> Figure:
+    """Heat map over (start, stop): log10 of the root mean square gain of the product, and of its bare term.
+
+    Args:
+      pairs: tables of `probes.PAIR_COLUMNS`, a column of panels each, by the name to show over it.
+    """
+    figure, axes = new_figure(2, len(pairs), height=6.8, sharex="col", sharey="col")
+    gains = {name: (table["apjn"].sqrt(), table["bare"]) for name, table in pairs.items()}
+    logs = np.concatenate([np.log10(np.maximum(gain, 1e-12)) for both in gains.values() for gain in both])
+    reach = max(float(np.quantile(np.abs(logs), 0.98)), 0.1)  # a few extreme cells (an embedding's first norm) saturate
+    mesh = None
+    for column, (name, table) in zip(axes.T, pairs.items(), strict=True):
+        for panel, gain, what in zip(column, gains[name], ("whole product", "bare term alone"), strict=True):
+            stops = sorted(set(table["stop"]))
+            grid = np.full((len(stops), max(stops)), np.nan)
+            grid[[stops.index(stop) for stop in table["stop"]], table["start"].to_numpy()] = np.log10(
+                np.maximum(gain.to_numpy(), 1e-12)
+            )
+            edges = np.array([0, *stops], float)
+            mesh = panel.pcolormesh(
+                np.arange(max(stops) + 1) - 0.5, edges, grid, cmap="RdBu_r", vmin=-reach, vmax=reach, rasterized=True
+            )
+            _label(panel, f"{name}: {what}", "from sublayer", "to sublayer (top edge)")
+            panel.grid(visible=False)
+    assert mesh is not None, "pairs of one run at least"
+    figure.colorbar(mesh, ax=axes, label="log10 of root mean square gain", extend="both")
+    return figure
+
+
+@styled
+def over_training(runs: Sequence[Run]) -> Figure:
+    """The product from above block 0 to the output, over training: its gain, and the bare term's share of it."""
+    figure, ((gain, share),) = new_figure(1, 2, height=3.8)
+    for run, style in zip(runs, line_styles(runs), strict=True):
+        table = run.depth.filter(pl.col("sublayer") == START)
+        drawn = {"color": colour(run), "linestyle": style, "marker": "o", "markersize": 3}
+        gain.plot(table["update"], table["apjn"].sqrt(), **drawn)
+        share.plot(table["update"], table["share_bare"], **drawn)
+    _label(gain, "(a) Gain from above block 0 to the output", "update", "root mean square gain")
+    _label(share, "(b) Share of the bare term in it", "update", "signed share of squared norm")
+    log_axis(gain)
+    share.set_yscale("symlog", linthresh=1.0)
+    share.axhline(1.0, **REFERENCE)
+    run_legend(figure, runs)
+    return figure
+
+
+def products_table(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Table:
+    """What the product from above block 0 to the output does, by run."""
+    columns = (
+        "run",
+        "root mean square gain",
+        "tr(P)/n",
+        *(f"share of {name}" for name in ("bare term", "one branch", "two or more")),
+        "the gradient's share of bare term",
+        "gradient norm there / at the top",
+    )
+    lines = []
+    for run, table in zip(runs, depths, strict=True):
+        here, top = table.row(min(START, len(table) - 1), named=True), table.row(-1, named=True)
+        shares = (here[f"share_{term}"] for term in TERMS)
+        ratio = here["gradient"] / top["gradient"] if top["gradient"] else None
+        lines.append(
+            (
+                run.label,
+                f"{here['apjn'] ** 0.5:.3g}",
+                f"{here['alignment']:.3g} ± {here['alignment_se']:.1g}",
+                *map(_number, shares),
+                _number(here["gradient_share_bare"]),
+                _number(ratio),
+            )
+        )
+    return Table("Products of Jacobians from above block 0 to the output, last checkpoints", columns, tuple(lines))
+
+
+def verdict(table: pl.DataFrame) -> str:
+    """Corollary A.3 in words, on a post-LN run's depth table: where ``max_i a <= 1 - eta`` holds, with which eta."""
+    a = table["a_max"].to_numpy()
+    holds = np.flatnonzero(a < 1)
+    greatest = int(np.argmax(a))
+    if holds.size == a.size:
+        eta = 1 - a.max()
+        return (
+            f"The condition max a <= 1 - eta holds at all {a.size} sublayers with eta = {eta:.2g}: the LayerNorm-only "
+            f"term contracts at least like {1 - eta:.3g} to the power of the sublayers it crosses."
+        )
+    where = f"at {holds.size} of {a.size} sublayers"
+    if holds.size:
+        etas = np.sort(1 - a[holds])
+        where += f" ({_ranges(holds)}), with eta from {etas[0]:.2g} to {etas[-1]:.2g}"
+    contracting = np.flatnonzero(table["bound"].to_numpy() < 1)
+    words = f"The condition max a <= 1 - eta holds {where}; a is greatest, {a[greatest]:.3g}, at sublayer {greatest}. "
+    words += "It does not hold at every sublayer, so the corollary promises no contraction over the whole depth."
+    if contracting.size:
+        least = int(np.argmin(table["bound"].to_numpy()))
+        words += (
+            f" Its product of a, followed token by token to the output, is below one from {contracting.size} starting "
+            f"depths ({_ranges(contracting)}), least {table['bound'][least]:.2g} from sublayer {least}."
+        )
+    return words
+
+
+def _ranges(numbers: np.ndarray) -> str:
+    """``0, 3-5, 9``."""
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
+def _label(axes: Axes, title: str, x: str, y: str) -> None:
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
