@@ -1,7 +1,7 @@
 """A published model on a text, layer by layer: every attention row's theta, largest entry, entropy and sink mass.
 
 Memory is one block's parameters and one sequence's attention at a time, whatever the model's depth: a block is read,
-the stream goes through it, its rows become a few numbers each, and the next one is read.
+the streams go through it, its rows become a few numbers each, and the next one is read.
 
 Rows of padding tokens, and rows whose support is one token (the first of a causal model: p_max 1, theta 0 whatever the
 model) are left out, as NaN.
@@ -85,15 +85,15 @@ def cut(text: str, tokenizer: Tokenizer, length: int, sequences: int) -> Text:
         raise ModelError("the text is empty")
     starts = range(0, ids.size, room)[:sequences]
     tokens, where = np.zeros((len(starts), length), np.int32), np.zeros((len(starts), length), bool)
-    pieces = []
+    words, pieces = _pieces(text, spans), []
+    before, after = (
+        [f"⟨{tokenizer.decode(np.array([id]))}⟩" for id in end] for end in (tokenizer.prefix, tokenizer.suffix)
+    )
     for row, start in enumerate(starts):
         inner = slice(start, start + room)
         whole = [*tokenizer.prefix, *ids[inner].tolist(), *tokenizer.suffix]
         tokens[row, : len(whole)], where[row, : len(whole)] = whole, True
-        before, after = (
-            [f"⟨{tokenizer.decode(np.array([id]))}⟩" for id in ends] for ends in (tokenizer.prefix, tokenizer.suffix)
-        )
-        pieces.append([*before, *_pieces(text, spans[inner]), *after])
+        pieces.append([*before, *words[inner], *after])
     longest = int(where.sum(axis=-1).max())
     return Text(tokens[:, :longest], where[:, :longest], pieces, max(0, ids.size - room * len(starts)))
 
@@ -101,7 +101,7 @@ def cut(text: str, tokenizer: Tokenizer, length: int, sequences: int) -> Text:
 def _pieces(text: str, spans: np.ndarray) -> list[str]:
     """The stretch of text of each token: from where the last one ended, so that together they are the text."""
     ends = np.maximum.accumulate(spans[:, 1])
-    return [text[a:b] for a, b in zip([spans[0, 0], *ends[:-1]], ends, strict=True)]
+    return [text[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def open_and_inspect(
@@ -147,18 +147,23 @@ def inspect(
 
 
 def _stream(model: Pretrained, config: ModelConfig, text: Text, progress: Callable[[int, int], None]) -> Iterator[Any]:
-    """The figures of each layer; the next block is read while this one is computed."""
-    where = jnp.asarray(text.where)
+    """The figures of each layer."""
+    where = [jnp.asarray(real) for real in text.where]
     x = _embed(config, model.ends(), jnp.asarray(text.tokens))
-    block = model.block(0)
+    streams = [x[s] for s in range(len(where))]
     for layer in range(config.n_layer):
-        x, figures = _measure(config, block, x, where)
-        block = model.block(layer + 1) if layer + 1 < config.n_layer else None
-        figures = jax.device_get(figures)
-        if not np.isfinite(figures["layers"]["residual_rms"]) or not np.array_equal(
-            np.isnan(figures["rows"]["lower"]), figures.pop("left_out")
-        ):
+        block = model.block(layer)
+        sequences = []
+        for s, real in enumerate(where):
+            streams[s], p, mask, scalars = _forward(config, block, streams[s], real)
+            sequences.append(jax.device_get({**_measure(p, mask, real), "scalars": scalars}))
+        figures = jax.tree.map(lambda *leaves: np.stack(leaves), *sequences)
+        left_out, scalars = figures.pop("left_out"), figures.pop("scalars")
+        if not np.array_equal(np.isnan(figures["rows"]["lower"]), left_out):
             raise ModelError(f"{model.path}: layer {layer} gives attention rows that are no probabilities")
+        weights = text.where.sum(axis=-1)
+        rms = np.sqrt(np.average(scalars.pop("mean_square"), weights=weights))
+        figures["layers"] = {"residual_rms": rms, **{name: values.max() for name, values in scalars.items()}}
         progress(layer + 1, config.n_layer)
         yield figures
 
@@ -169,33 +174,37 @@ def _embed(config: ModelConfig, ends: gpt.Params, tokens: Int[Array, "s t"]) -> 
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _measure(
-    config: ModelConfig, block_params: gpt.Params, x: Float[Array, "s t d"], where: Bool[Array, "s t"]
-) -> tuple[Float[Array, "s t d"], Any]:
-    """The stream that leaves a block, and the figures of its rows, one sequence at a time."""
+def _forward(
+    config: ModelConfig, block_params: gpt.Params, x: Float[Array, "t d"], where: Bool[Array, " t"]
+) -> tuple[Float[Array, "t d"], Float[Array, "h t t"], Bool[Array, "1 t t"], dict[str, Float[Array, ""]]]:
+    """The stream that leaves a block, its attention rows and their support, and figures of the block."""
+    gains = gpt.norm_gains(config, block_params, x, where=where)
+    a_attention, a_ffn = (jnp.max(gain, where=where, initial=0) for gain in gains)
+    return (
+        gpt.block(config, block_params, x, where=where),
+        gpt.attention_weights(config, block_params, x, where=where),
+        gpt.support(config, x.shape[0], where),
+        {
+            "mean_square": jnp.mean(jnp.square(x), where=where[:, None]),
+            "a_attention": a_attention,
+            "a_ffn": a_ffn,
+        },
+    )
 
-    def one(x_and_where):
-        x, where = x_and_where
-        p = gpt.attention_weights(config, block_params, x, where=where)
-        mask = gpt.support(config, x.shape[0], where)
-        sink = jnp.argmax(jnp.sum(jnp.where(where[None, :, None], p, 0), axis=-2), axis=-1)
-        rows = row_quantities(p, mask)
-        rows["dominant"] = (rows["p_max"] > DOMINANT).astype(p.dtype)
-        rows["sink"] = jnp.take_along_axis(p, sink[:, None, None], axis=-1)[..., 0]
-        left_out = jnp.broadcast_to(~(where & (jnp.sum(mask, axis=-1) > 1)), rows["lower"].shape)
-        gains = [jnp.max(gain, where=where, initial=0) for gain in gpt.norm_gains(config, block_params, x, where=where)]
-        return gpt.block(config, block_params, x, where=where), {
-            "rows": {name: jnp.where(left_out, jnp.nan, rows[name]) for name in QUANTITIES},
-            "left_out": left_out,
-            "sink": sink.astype(jnp.int32),
-            "gains": jnp.stack(gains),
-        }
 
-    leaving, figures = jax.lax.map(one, (x, where))
-    gains = jnp.max(figures.pop("gains"), axis=0)
-    square = jnp.mean(jnp.square(x), axis=(1, 2), where=where[..., None])
-    layers = {"residual_rms": jnp.sqrt(jnp.mean(square)), "a_attention": gains[0], "a_ffn": gains[1]}
-    return leaving, {**figures, "layers": layers}
+@jax.jit
+def _measure(p: Float[Array, "h t t"], mask: Bool[Array, "1 t t"], where: Bool[Array, " t"]) -> Any:
+    """The `QUANTITIES` of a layer's rows, each head's sink, and which rows are left out."""
+    sink = jnp.argmax(jnp.sum(jnp.where(where[None, :, None], p, 0), axis=-2), axis=-1)
+    rows = row_quantities(p, mask)
+    rows["dominant"] = (rows["p_max"] > DOMINANT).astype(p.dtype)
+    rows["sink"] = jnp.take_along_axis(p, sink[:, None, None], axis=-1)[..., 0]
+    left_out = jnp.broadcast_to(~(where[None] & (jnp.sum(mask, axis=-1) > 1)), rows["lower"].shape)
+    return {
+        "rows": {name: jnp.where(left_out, jnp.nan, rows[name]) for name in QUANTITIES},
+        "sink": sink.astype(jnp.int32),
+        "left_out": left_out,
+    }
 
 
 def record(inspection: Inspection) -> Iterator[dict[str, Any]]:
