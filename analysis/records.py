@@ -53,10 +53,15 @@ LAYER_COLUMNS: Mapping[str, Any] = {
     "layer": pl.Int64,
     "grad_norm": pl.Float64,  # norm of this block's accumulated parameter gradient before clipping
     "residual_rms": pl.Float64,  # root mean square of the residual stream that enters the block
-    "norm_query": pl.Float64,  # spectral norms of the whole projection matrices
+    # The factors of Theorem 4.1 (theta is in the attention table): spectral norms of the whole projection matrices, the
+    # attained end of each bracket; their product; the widest of the brackets, as upper / lower - 1;
+    "norm_query": pl.Float64,
     "norm_key": pl.Float64,
     "norm_value": pl.Float64,
     "norm_out": pl.Float64,
+    "norm_product": pl.Float64,
+    "norm_width": pl.Float64,
+    "magnitude": pl.Float64,  # B_U = ||U||_{inf,rms} of the attention's input
     "a_attention": pl.Float64,  # max over tokens of ||gamma||_inf / sigma(y): the a_{k,i} of Corollary A.3,
     "a_ffn": pl.Float64,  # for the LayerNorm of the attention and of the FFN sublayer
 }
