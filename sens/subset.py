@@ -50,7 +50,7 @@ def bisect(p: Float[ArrayLike, "*rows n"], where: Bool[ArrayLike, "*rows n"] | N
     valid = checks.row_is_valid(rows)
     checks.raise_on_invalid(jnp.where(valid, 0, jnp.full((), math.nan, rows.dtype)), p, where)
     flat = rows.reshape(-1, rows.shape[-1])
-    return _bisect(flat).reshape(rows.shape) & valid[..., None]
+    return _bisect(flat).reshape(rows.shape) & (rows > 0) & valid[..., None]
 
 
 @jax.jit  # called eagerly, the loop inside would be compiled again at every call

@@ -9,6 +9,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
@@ -109,7 +110,7 @@ def _prefix_share(p: Float[Array, " n"]) -> Float[Array, " n"]:
     return jnp.where(above, jnp.ones_like(p), jnp.where(tied, fraction, 0))
 
 
-def theta_exact(p: ArrayLike, where: ArrayLike | None = None) -> Float[np.ndarray, "*rows"]:
+def theta_exact(p: npt.ArrayLike, where: npt.ArrayLike | None = None) -> Float[np.ndarray, "*rows"]:
     """Theta itself, within 1e-12, on the host in float64: rows of support at most 40, tens of milliseconds each.
 
     A longer support is a `ValueError`: `theta_bracket` has no limit, nor has `theta_within`. An invalid row is a
@@ -132,7 +133,7 @@ def theta_exact(p: ArrayLike, where: ArrayLike | None = None) -> Float[np.ndarra
     return result
 
 
-def theta_within(p: ArrayLike, seconds: float, where: ArrayLike | None = None) -> Bracket:
+def theta_within(p: npt.ArrayLike, seconds: float, where: npt.ArrayLike | None = None) -> Bracket:
     """Bracket(lower, upper) around theta on the host in float64, of any support, spending about `seconds` in all.
 
     In time, a row's 40 largest entries are partitioned exactly: supports to 40 come out exactly (width under 1e-15),
@@ -159,14 +160,14 @@ def theta_within(p: ArrayLike, seconds: float, where: ArrayLike | None = None) -
     return Bracket(lower, upper)  # pyright: ignore[reportArgumentType]  (NumPy's float64, whatever jax's setting)
 
 
-def _host_rows(p: ArrayLike, where: ArrayLike | None) -> tuple[tuple[int, ...], np.ndarray]:
+def _host_rows(p: npt.ArrayLike, where: npt.ArrayLike | None) -> tuple[tuple[int, ...], np.ndarray]:
     """The leading shape, and for each row its positive entries in float64; an error for what is not probabilities."""
     p = np.asarray(p)
     if not np.issubdtype(p.dtype, np.floating):
         raise TypeError(f"p has dtype {p.dtype}; a floating dtype is wanted")
     if p.ndim == 0 or p.shape[-1] == 0:
         raise ValueError(f"p has shape {p.shape}; at least one entry along the last axis is wanted")
-    mask = np.asarray(checks.as_mask(True if where is None else where, p.shape))
+    mask = np.asarray(checks.as_mask(np.asarray(True if where is None else where), p.shape))
     atoms = np.empty(p.shape[:-1], object)
     for row in np.ndindex(atoms.shape):
         values = p[row][mask[row]].astype(np.float64)
