@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+from typing import Any
 
 import chex
 import jax
@@ -36,7 +37,7 @@ def save_some(directory, updates, keep=9):
             checkpoint.save(checkpointer, state_of(seed=update), update, {"next_index": update})
 
 
-def restore(directory, like, update=None):
+def restore(directory, like, update=None) -> Any:
     with checkpoint.reading(directory) as checkpointer:
         return checkpoint.restore(checkpointer, like, update)
 
@@ -149,7 +150,9 @@ def test_what_a_killed_save_leaves_is_ignored_and_removed_by_the_next_run_alone(
     assert data == {"next_index": 3}
     assert debris.exists()  # it may be a save under way in another process
     with checkpoint.open_checkpoints(tmp_path, 2) as checkpointer:
-        assert checkpoint.restore(checkpointer, state)[1] == {"next_index": 3}
+        again = checkpoint.restore(checkpointer, state)
+    assert again is not None
+    assert again[1] == {"next_index": 3}
     assert not debris.exists()
 
 

@@ -5,6 +5,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from tests.trained import final_state, finish, recorded, start, tiny
 from train.checkpoint import UNFINISHED
 from train.loop import train
 
-SETTINGS = {"updates": 400, "checkpoint_every": 20, "attention_every": 50, "layers_every": 100}
+SETTINGS: dict[str, Any] = {"updates": 400, "checkpoint_every": 20, "attention_every": 50, "layers_every": 100}
 
 
 def command(corpus: Path, run: Path) -> list[object]:

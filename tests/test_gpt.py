@@ -266,9 +266,8 @@ def test_bias_stands_in_layer_norms_alone_and_post_has_no_final_one(config):
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, _ in jax.tree_util.tree_leaves_with_path(params)
     }
-    assert {name for name in names if name.endswith("bias")} == {
-        f"{place}/bias" for place in ("blocks/norm_attention", "blocks/norm_ffn", *(["ends/norm_final"] if config.placement == "pre" else []))
-    }  # fmt: skip
+    norms = ["blocks/norm_attention", "blocks/norm_ffn", *(["ends/norm_final"] if config.placement == "pre" else [])]
+    assert {name for name in names if name.endswith("bias")} == {f"{norm}/bias" for norm in norms}
 
 
 def test_the_paper_model_has_773_615_360_parameters():

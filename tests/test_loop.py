@@ -47,7 +47,7 @@ def test_every_update_is_recorded(finished, corpus):
     assert updates["update"].to_list() == list(range(1, 21))
     assert updates["tokens"].to_list() == [update * 4 * 2 * 32 for update in range(1, 21)]
     rate = step.learning_rate(config.train)
-    np.testing.assert_allclose(updates["learning_rate"], [float(rate(count)) for count in range(20)], rtol=1e-6)
+    np.testing.assert_allclose(updates["learning_rate"], [np.asarray(rate(count)) for count in range(20)], rtol=1e-6)
     assert abs(updates["loss"][0] - np.log(257)) < 0.1  # at initialisation every token is as likely
     assert updates["loss"][-1] < updates["loss"][0] - 0.3
     assert (updates["grad_norm"] > 0).all()
@@ -218,7 +218,9 @@ def test_weights_that_are_not_finite_stop_the_run_before_anything_is_recorded(tm
     shutil.copytree(finished, run)
     shutil.rmtree(run / "checkpoints" / "20")
     with checkpoint.open_checkpoints(run / "checkpoints", 2) as checkpointer:
-        state, _ = checkpoint.restore(checkpointer, loop.init_state(config))
+        restored = checkpoint.restore(checkpointer, loop.init_state(config))
+        assert restored is not None
+        state, _ = restored
         state["params"]["ends"]["tokens"]["embedding"] *= np.float32(np.inf)
         checkpoint.save(checkpointer, {**state, "update": state["update"] + 1}, 16, {"next_index": 16})
     with pytest.raises(TrainingError, match=r"loss is nan at update 17 .*the checkpoint of update 16 is kept"):
@@ -295,7 +297,7 @@ def test_a_vocabulary_that_the_model_lacks_is_refused(tmp_path, finished, corpus
 
 def events(directory):
     """(tag, step, value) of every scalar: a TFRecord is a length, a checksum, the bytes, a checksum."""
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
     for path in sorted(directory.glob("events.*")):
         content, place = path.read_bytes(), 0

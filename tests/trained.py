@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from train import checkpoint, loop
@@ -49,7 +50,7 @@ def final_state(run: Path, config: RunConfig) -> Any:
 
 
 def is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def recorded(run: Path) -> dict[str, bytes]:
