@@ -16,6 +16,7 @@ usage: sens COMMAND [options]
 commands:
   reproduce   the whole experiment on real text: identity, six runs, probes, table, figures, report.html
   verify      check ||J_tau||_{inf->1} = theta/tau exhaustively at small lengths
+  theta       theta of every row of a file of attention matrices, from both sides
   train       train one run, or continue it
   probe       measure attention rows and depth on a run's checkpoint
   inspect     theta, entropy and sinks of a published model's attention on a text
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
     from analysis.records import RecordError
+    from analysis.rows import RowsError
     from models.pretrained import ModelError
     from train.checkpoint import CheckpointError
     from train.loop import Interrupted, TrainingError
@@ -59,7 +61,7 @@ def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> 
 
     try:
         command(arguments)
-    except (UsageError, RecordError, DataError, CheckpointError, ModelError) as error:
+    except (UsageError, RecordError, DataError, CheckpointError, ModelError, RowsError) as error:
         return _complain(str(error))
     except OSError as error:  # a full disk, a read-only directory: the system's own words and the place
         return _complain(f"{error.filename or 'input or output'}: {error.strerror or error}")
@@ -205,14 +207,55 @@ def probe(arguments: Sequence[str]) -> None:
         """Tokenised text; by default where the run found it."""
         depth: bool = False
         """Also measure the products between pairs of depths: singular values, block norms, the map over both depths."""
+        bounds: bool = False
+        """Also measure Lambda, the sensitivity of attention, and the bounds on it, on one sequence with dropout off."""
+        layers: tuple[int, ...] | None = None
+        """With --bounds: the layers to measure; by default 0, N/4, N/2, 3N/4 and N-1."""
+        float64: bool = False
+        """With --bounds: compute in float64."""
 
     options = _parse(Probe, "probe", arguments)
+    if not options.bounds and (options.layers is not None or options.float64):
+        raise UsageError("--layers and --float64 are about --bounds")
+    from analysis.records import read_config
     from train import progress
     from train.probe import probe as run
 
+    if options.layers is not None:
+        depth = read_config(options.run)["model"]["n_layer"]
+        if not options.layers or not all(0 <= layer < depth for layer in options.layers):
+            raise UsageError(
+                f"layers must be from 0 to {depth - 1}, got {' '.join(map(str, options.layers)) or 'none'}"
+            )
     with progress.counting("products through depth") as done:
         out = run(options.run, options.checkpoint, options.data, pairs=options.depth, progress=done)
+    if options.bounds:
+        _probe_bounds(options)
     print(f"wrote {out}")
+
+
+def _probe_bounds(options: Any) -> None:
+    import rich.console
+
+    from analysis import bounds_figures, probes, records, tables
+    from train import progress
+    from train.probe import probe_bounds
+
+    with progress.counting("bounds of attention") as done:
+        probe_bounds(
+            options.run,
+            options.checkpoint,
+            options.data,
+            layers=options.layers,
+            float64=options.float64,
+            progress=done,
+        )
+    run = records.read_run(options.run)
+    show = rich.console.Console().print
+    layers, heads = {run.label: probes.read_bounds(run)}, {run.label: probes.read_heads(run)}
+    for table in (bounds_figures.attention_table(layers), bounds_figures.layer_table(layers)):
+        show(tables.to_rich(table))
+    show(tables.to_rich(bounds_figures.heads_table(heads)))
 
 
 def inspect(arguments: Sequence[str]) -> None:
@@ -279,6 +322,44 @@ def inspect(arguments: Sequence[str]) -> None:
     print(f"wrote {out / 'report.html'}")
 
 
+def theta(arguments: Sequence[str]) -> None:
+    """`sens theta`."""
+    import tyro
+
+    @dataclasses.dataclass(frozen=True)
+    class Theta:
+        """Theta of every probability row in a file, known from both sides: statistics for each layer and head."""
+
+        file: Annotated[Path, tyro.conf.Positional]
+        """.npy, .npz or .parquet; rows along the last axis, any leading axes (layer, head, query)."""
+        where: Path | None = None
+        """A file of boolean arrays, False where a row is masked."""
+        tol: float = 1e-6
+        """Width at which a bracket is narrow enough."""
+        out: Path | None = None
+        """Write all statistics there, as parquet."""
+
+    options = _parse(Theta, "theta", arguments)
+    import polars as pl
+    import rich.console
+
+    from analysis import rows, tables
+    from analysis.rows_table import theta_table
+    from train import progress
+
+    if not options.tol > 0:
+        raise UsageError(f"tol must be positive, got {options.tol}")
+    with progress.counting(str(options.file)) as done:
+        found = rows.thetas_of_file(
+            options.file, options.where, options.tol, lambda _name, finished, total: done(finished, total)
+        )
+        summaries = [rows.summary(array) for array in found]
+    rich.console.Console().print(tables.to_rich(theta_table(summaries)))
+    if options.out is not None:
+        pl.concat(summaries).write_parquet(options.out)
+        print(f"wrote {options.out}")
+
+
 def report(arguments: Sequence[str]) -> None:
     """`sens report`."""
     import tyro
@@ -339,6 +420,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "reproduce": reproduce,
     "verify": verify,
     "train": train,
+    "theta": theta,
     "probe": probe,
     "inspect": inspect,
     "report": report,
