@@ -111,44 +111,40 @@ def _bracket(alphas: Array, betas: Array, k: Array, log_delta: float) -> tuple[A
     """The largest Ritz value and the bound after k steps, as singular values.
 
     Ratios of consecutive polynomials at μ are the pivots of μ I - T over its off-diagonal: all positive exactly above
-    the largest Ritz value, and without overflow. Both ends are least points of monotone tests on them.
+    the largest Ritz value, and without overflow. Each end is the least point that passes a monotone test on them; both
+    are searched together, many points at once on a log scale. (The largest p_j² stands for the sum of them all.)
     """
     diagonal = alphas**2 + betas[:-1] ** 2  # T = BᵀB for the bidiagonal B of alphas and betas
     off = alphas * betas[1:]
-
-    def tests(mu: Array) -> tuple[Array, Array]:
-        def pivot(j: Array, state: Any) -> Any:
-            above, ratio, log_p, log_sum, positive = state
-            ratio = (mu - diagonal[j] - above / ratio) / off[j]
-            log_p = log_p + jnp.log(jnp.where(ratio > 0, ratio, 1))
-            return off[j], ratio, log_p, jnp.logaddexp(log_sum, 2 * log_p), positive & (ratio > 0)
-
-        flat = jnp.zeros_like(mu)
-        start = jnp.zeros((), mu.dtype), flat + 1, flat, flat, mu > 0
-        *_, log_sum, positive = jax.lax.fori_loop(0, k, pivot, start)
-        return positive, positive & (log_sum >= -2 * log_delta)
-
-    # T has its diagonal below its largest eigenvalue; far out p_1 alone reaches 1/delta.
-    near = diagonal.max() * (1 - 4 * float(jnp.finfo(alphas.dtype).eps))
-    far = 2 * (diagonal.max() + off.max()) * math.exp(-log_delta)
-    ritz = _least_true(lambda mu: tests(mu)[0], near, far)
-    bound = _least_true(lambda mu: tests(mu)[1], ritz, far)
-    return jnp.sqrt(ritz), jnp.sqrt(bound)
-
-
-def _least_true(test: Callable[[Array], Array], low: Array, high: Array) -> Array:
-    """Least point of [low, high] where a monotone test holds (it does at `high`): 64 points at once, on a log scale."""
-    grid = jnp.linspace(0, 1, 64, dtype=low.dtype)
+    above = jnp.concatenate([jnp.zeros_like(off[:1]), off[:-1]])
+    grid = jnp.linspace(0, 1, 512, dtype=alphas.dtype)[:, None]
+    wanted = jnp.array([[-jnp.inf, -log_delta]], alphas.dtype)  # of the largest log p_j: nothing, or 1/delta
 
     def narrow(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
-        points = low * (high / low) ** grid
-        first = jnp.argmax(test(points).at[-1].set(True))
-        return points[jnp.maximum(first - 1, 0)], points[first]
+        mu = low * (high / low) ** grid
 
-    # Each pass narrows 63-fold: from a factor of 1e12 or so to a unit in the last place.
-    passes = 5 if low.dtype == jnp.float32 else 10
-    return jnp.where(low > 0, jax.lax.fori_loop(0, passes, narrow, (low, high))[1], low)
+        def pivot(j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+            ratio, log_p, largest, positive = state
+            ratio = (mu - diagonal[j] - above[j] / ratio) / off[j]
+            log_p = log_p + jnp.log(jnp.where(ratio > 0, ratio, 1))
+            return ratio, log_p, jnp.maximum(largest, log_p), positive & (ratio > 0)
+
+        flat = jnp.zeros_like(mu)
+        _, _, largest, positive = jax.lax.fori_loop(0, k, pivot, (flat + 1, flat, flat, mu > 0))
+        passed = positive & (largest >= wanted)
+        first = jnp.argmax(passed.at[-1].set(True), axis=0)[None]
+        cell = [jnp.take_along_axis(mu, index, axis=0) for index in (jnp.maximum(first - 1, 0), first)]
+        return cell[0], cell[1]
+
+    # T's diagonal is nowhere above its largest eigenvalue; far out p_1 alone reaches 1/delta.
+    near = diagonal.max() * (1 - 4 * float(jnp.finfo(alphas.dtype).eps))
+    far = 2 * (diagonal.max() + off.max()) * math.exp(-log_delta)
+    ends = jnp.full((1, 2), near), jnp.full((1, 2), far)
+    passes = 3 if alphas.dtype == jnp.float32 else 6  # 511-fold each: to a unit in the last place or so
+    _, high = jax.lax.fori_loop(0, passes, narrow, ends)
+    ritz, bound = jnp.sqrt(jnp.where(near > 0, high[0], near))
+    return ritz, bound
 
 
 def _normalise(vector: Array) -> tuple[Array, Array]:
