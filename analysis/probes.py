@@ -12,7 +12,7 @@ from typing import Any
 
 import polars as pl
 
-from analysis.records import DEPTH_COLUMNS, TERMS, RecordError, Run
+from analysis.records import BOUND_COLUMNS, DEPTH_COLUMNS, TERMS, RecordError, Run
 
 ROW_COLUMNS: Mapping[str, Any] = {
     "update": pl.Int64,  # of the checkpoint
@@ -31,8 +31,8 @@ PAIR_COLUMNS: Mapping[str, Any] = {
     "update": pl.Int64,
     "start": pl.Int64,  # of the product P from what enters sublayer `start` to what enters sublayer `stop`
     "stop": pl.Int64,
-    "apjn": pl.Float64,  # this and what follows: as in DEPTH_COLUMNS
-    "apjn_se": pl.Float64,
+    "gain": pl.Float64,  # this and what follows: as in DEPTH_COLUMNS
+    "gain_se": pl.Float64,
     "alignment": pl.Float64,
     "alignment_se": pl.Float64,
     **dict.fromkeys(TERMS, pl.Float64),
@@ -46,6 +46,23 @@ PAIR_COLUMNS: Mapping[str, Any] = {
     "bound_loose": pl.Float64,
     "block_lower": pl.Float64,  # (inf, rms) norm of P's last row of blocks, both ends (to the output alone)
     "block_upper": pl.Float64,
+}
+
+HEAD_COLUMNS: Mapping[str, Any] = {
+    "update": pl.Int64,
+    "layer": pl.Int64,
+    "head": pl.Int64,
+    "theta": pl.Float64,  # theta~_h: the largest upper end over the head's rows
+    # In the row at which the layer's Lambda is attained, bounds on the head's pathways (the query's is exact):
+    "value": pl.Float64,
+    "query": pl.Float64,
+    "key": pl.Float64,
+    # Spectral norm (Frobenius geometry) of the head alone, U to A_h V_h; `upper` but for a chance of 1e-6:
+    "spectral_lower": pl.Float64,
+    "spectral_upper": pl.Float64,
+    "spectral_converged": pl.Boolean,
+    "yudin": pl.Float64,  # bounds on it: at U, and over all inputs with tokens as long as the longest here
+    "castin": pl.Float64,
 }
 
 
@@ -71,6 +88,18 @@ def read_pairs(run: Run) -> pl.DataFrame | None:
     """`RUN/probe/pairs.jsonl`: one line a pair of depths (`PAIR_COLUMNS`), in order."""
     table = _read(run, "pairs.jsonl", "pairs of depths", PAIR_COLUMNS)
     return None if table is None else table.sort("stop", "start")
+
+
+def read_bounds(run: Run) -> pl.DataFrame | None:
+    """`RUN/probe/bounds.jsonl`: one line a layer (`records.BOUND_COLUMNS`), in order."""
+    table = _read(run, "bounds.jsonl", "bounds", BOUND_COLUMNS)
+    return None if table is None else table.sort("layer")
+
+
+def read_heads(run: Run) -> pl.DataFrame | None:
+    """`RUN/probe/heads.jsonl`: one line a head of those layers (`HEAD_COLUMNS`), in order."""
+    table = _read(run, "heads.jsonl", "heads", HEAD_COLUMNS)
+    return None if table is None else table.sort("layer", "head")
 
 
 def _read(run: Run, name: str, what: str, columns: Mapping[str, Any]) -> pl.DataFrame | None:

@@ -9,6 +9,7 @@
       attention.jsonl   one line an (update, layer, head, quantity) (`ATTENTION_COLUMNS`)
       layers.jsonl      one line an (update, layer) (`LAYER_COLUMNS`)
       depth.jsonl       one line an (update, sublayer) (`DEPTH_COLUMNS`), if the run was asked for it
+      bounds.jsonl      one line an (update, sampled layer) (`BOUND_COLUMNS`), if the run was asked for it
       timing.jsonl      one line an update (`TIMING_COLUMNS`): wall clock, which equal runs do not share
       checkpoints/      parameters, optimizer state, data position and update number
       probe/            what was measured offline on a checkpoint (written by `sens probe`)
@@ -80,8 +81,8 @@ DEPTH_COLUMNS: Mapping[str, Any] = {
     # Of the product P from what enters the sublayer to what leaves the last one, on n coordinates:
     "bound": pl.Float64,  # max over tokens of the product of a (post-LN; of the LayerNorm-only term's norm)
     "bound_loose": pl.Float64,  # product of the a_max (post-LN)
-    "apjn": pl.Float64,  # ||P||_F^2 / n, and its standard error over probes
-    "apjn_se": pl.Float64,
+    "gain": pl.Float64,  # ||P||_F / sqrt(n), the root of the APJN, and its standard error over probes
+    "gain_se": pl.Float64,
     "alignment": pl.Float64,  # tr(P) / n, and its standard error over probes
     "alignment_se": pl.Float64,
     **dict.fromkeys(TERMS, pl.Float64),  # root mean square gain of each term, on random cotangents
@@ -90,6 +91,38 @@ DEPTH_COLUMNS: Mapping[str, Any] = {
     "gradient": pl.Float64,  # norm of the loss's gradient with respect to what enters the sublayer
     **{f"gradient_{term}": pl.Float64 for term in TERMS},
     **{f"gradient_share_{term}": pl.Float64 for term in TERMS},
+}
+BOUND_COLUMNS: Mapping[str, Any] = {
+    "update": pl.Int64,
+    "layer": pl.Int64,
+    "dtype": pl.String,  # of the computation
+    "row": pl.Int64,  # output position at which Lambda was attained
+    "magnitude": pl.Float64,  # B_U = ||U||_{inf,rms} of the attention's input
+    "domain": pl.Float64,  # B_LN: the most that it can be
+    # Lambda, the (inf,rms) norm of attention's differential at U: both ends, and whether they met within 1 %;
+    "lambda_lower": pl.Float64,
+    "lambda_upper": pl.Float64,
+    "converged": pl.Boolean,
+    # bounds on it at U, ours and the paper's (Theorem 4.1),
+    "covariance": pl.Float64,
+    "refined": pl.Float64,
+    "local": pl.Float64,
+    # and on its maximum over ||U||_{inf,rms} <= B_LN: the paper's (Corollary 4.2), Newhouse et al.'s.
+    "bounded": pl.Float64,
+    "newhouse": pl.Float64,
+    # The FFN: the largest norm of a token's Jacobian, and the Lipschitz constant (with a gate, at this magnitude).
+    "ffn_norm": pl.Float64,
+    "ffn_bound": pl.Float64,
+    "a_attention": pl.Float64,  # as in LAYER_COLUMNS, on this sequence
+    "a_ffn": pl.Float64,
+    # The whole layer, in (inf,rms): both ends of its norm at X;
+    "layer_lower": pl.Float64,
+    "layer_upper": pl.Float64,
+    "layer_converged": pl.Boolean,
+    # bounds at X: row by row from the measured norms of its sublayers; from covariance, ffn_bound and the a;
+    "layer_composed": pl.Float64,
+    "layer_actual": pl.Float64,
+    "layer_theorem": pl.Float64,  # and the paper's (Theorem 4.3 or 4.4), from bounded, ffn_bound and 1/sqrt(eps)
 }
 TIMING_COLUMNS: Mapping[str, Any] = {
     "update": pl.Int64,
@@ -101,6 +134,7 @@ TABLES: Mapping[str, Mapping[str, Any]] = {
     "attention": ATTENTION_COLUMNS,
     "layers": LAYER_COLUMNS,
     "depth": DEPTH_COLUMNS,
+    "bounds": BOUND_COLUMNS,
     "timing": TIMING_COLUMNS,
 }
 
@@ -206,6 +240,7 @@ class Run:
     attention: pl.DataFrame
     layers: pl.DataFrame
     depth: pl.DataFrame
+    bounds: pl.DataFrame
     timing: pl.DataFrame
 
     @property

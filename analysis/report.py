@@ -11,9 +11,9 @@ from typing import Any
 
 import polars as pl
 
-from analysis import depth_figures, figures, findings, html_page, tables
+from analysis import bounds_figures, depth_figures, figures, findings, html_page, tables
 from analysis.html_page import Html
-from analysis.probes import Verification, read_depth, read_pairs, read_rows, read_verification
+from analysis.probes import Verification, read_bounds, read_depth, read_pairs, read_rows, read_verification
 from analysis.records import RecordError, Run, write_text
 
 
@@ -50,6 +50,7 @@ def write_report(
         _training(begun, drawings, unigram_entropy),
         _sharpening(begun, rows, drawings),
         _depth(begun, depths, drawings),
+        _bounds(begun, drawings),
         _differences(begun, unigram_entropy),
         _configuration(runs),
         _again(runs, command),
@@ -235,6 +236,35 @@ def _products(runs: Sequence[Run], depths: Sequence[pl.DataFrame], drawings: Pat
             depth_figures.over_training(followed),
             "The product from above block 0 to the output, over training.",
         )
+
+
+def _bounds(runs: Sequence[Run], drawings: Path) -> Html:
+    """Lambda against its bounds; nothing where no checkpoint was asked."""
+    first = {run.placement: run for run in reversed(runs) if read_bounds(run) is not None}
+    shown = [run for run in runs if first.get(run.placement) == run]
+    found = {run.label: table for run in shown if (table := read_bounds(run)) is not None and not table.is_empty()}
+    if not found:
+        return Html("")
+    return html_page.section(
+        "Attention and its bounds",
+        "Λ(U) is the largest change of an output token for changes of the input tokens of size one, to first order: "
+        "the norm of the Jacobian of attention at its input U, from the largest token RMS norm to the same. It is "
+        "known on both sides: some change attains the lower end, and none exceeds the upper. All was measured on one "
+        "sequence, with dropout off. Corollary 4.2 and Newhouse et al. bound Λ over all inputs that the LayerNorms let "
+        "through. Yudin et al. and Castin et al. bound another norm, the spectral one of a single head, and are "
+        "compared with that.",
+        html_page.figure(
+            drawings / "figure_5a_bounds",
+            bounds_figures.against_bounds(found),
+            "Figure 5a. Above: Λ of the attention and its bounds, by layer. Below: the whole layer's norm and its bounds.",
+        ),
+        *(html_page.table(table) for table in bounds_figures.checkpoint_tables(shown)),
+        html_page.figure(
+            drawings / "figure_5a_factors",
+            bounds_figures.factors(runs),
+            "What the bounds are made of, over training.",
+        ),
+    )
 
 
 def _differences(runs: Sequence[Run], unigram_entropy: float | None) -> Html:

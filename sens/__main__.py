@@ -237,7 +237,7 @@ def probe(arguments: Sequence[str]) -> None:
 def _probe_bounds(options: Any) -> None:
     import rich.console
 
-    from analysis import bounds_figures, probes, records, tables
+    from analysis import bounds_figures, records, tables
     from train import progress
     from train.probe import probe_bounds
 
@@ -250,12 +250,9 @@ def _probe_bounds(options: Any) -> None:
             float64=options.float64,
             progress=done,
         )
-    run = records.read_run(options.run)
     show = rich.console.Console().print
-    layers, heads = {run.label: probes.read_bounds(run)}, {run.label: probes.read_heads(run)}
-    for table in (bounds_figures.attention_table(layers), bounds_figures.layer_table(layers)):
+    for table in bounds_figures.checkpoint_tables([records.read_run(options.run)]):
         show(tables.to_rich(table))
-    show(tables.to_rich(bounds_figures.heads_table(heads)))
 
 
 def inspect(arguments: Sequence[str]) -> None:

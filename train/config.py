@@ -46,6 +46,9 @@ class TrainConfig:
     """Updates between per-layer figures: norms of gradients and projections, LayerNorm gains (also first and last)."""
     probe_every: int = 0
     """Updates between probes of products through depth (also first and last), a few updates each; 0 for none."""
+    bounds_every: int = 0
+    """Updates between measurements of Lambda and its bounds in the sampled layers (also first and last), many updates'
+    time each; 0 for none."""
     checkpoint_every: int = 100
     """Updates between checkpoints (also at the last)."""
     keep: int = 2
@@ -58,8 +61,9 @@ class TrainConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.warmup < self.updates:
             raise ValueError(f"warmup must be in [0, updates), got {self.warmup} of {self.updates} updates")
-        if self.probe_every < 0:
-            raise ValueError(f"probe_every must not be negative, got {self.probe_every}")
+        for name in ("probe_every", "bounds_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("lr", "eps", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

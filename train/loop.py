@@ -25,6 +25,7 @@ from analysis.attention import measure_rows, record_rows, sampled_layers
 from analysis.layers import measure_layers, record_layers
 from models import ModelConfig
 from train import checkpoint, step
+from train.bounds import bound_lines
 from train.config import TrainConfig
 from train.data import TokenDataset, batches, prepare
 from train.depth import depth_rows
@@ -173,7 +174,7 @@ def _telemetry(
     metrics: dict[str, Any],
     check: Callable[..., None],
 ) -> dict[str, list[dict[str, Any]]]:
-    """The attention, layer and depth tables at their cadences, in evaluation mode, on the update's last micro-batch."""
+    """The tables of telemetry at their cadences, in evaluation mode, on the update's last micro-batch."""
     settings, tokens, tables = config.train, sequences[:, :-1], {}
     if _due(update, settings.attention_every, settings.updates):
         layers = sampled_layers(config.model.n_layer)
@@ -186,6 +187,9 @@ def _telemetry(
         tables["layers"] = list(record_layers(update, {"grad_norm": metrics["block_grad_norms"], **figures}))
     if settings.probe_every and _due(update, settings.probe_every, settings.updates):
         tables["depth"] = depth_rows(config.model, params, update, sequences)
+    if settings.bounds_every and _due(update, settings.bounds_every, settings.updates):
+        layers = sampled_layers(config.model.n_layer)
+        tables["bounds"], _ = bound_lines(config.model, params, update, tokens, layers)
     return tables
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from analysis import records
 from analysis.attention import sampled_layers
 from models import gpt
 from train import checkpoint, depth, step
+from train.bounds import bound_lines
 from train.data import TokenDataset, batches
 from train.loop import jitted_rows, open_data
 from train.presets import RunConfig, from_json
@@ -21,6 +22,8 @@ from train.presets import RunConfig, from_json
 ROWS = "rows.parquet"
 DEPTH = "depth.jsonl"
 PAIRS = "pairs.jsonl"
+BOUNDS = "bounds.jsonl"
+HEADS = "heads.jsonl"
 
 
 def load(run: Path, update: int | None = None) -> tuple[RunConfig, gpt.Params, int]:
@@ -91,6 +94,48 @@ def probe(
     _write_lines(out / DEPTH, depth.depth_rows(config.model, params, at, sequences))
     if pairs:
         _write_lines(out / PAIRS, depth.pair_rows(config.model, params, at, sequences, progress))
+    return out
+
+
+def probe_bounds(
+    run: Path,
+    update: int | None = None,
+    data: Path | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    float64: bool = False,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Path:
+    """Measure Lambda and its bounds on a checkpoint, and return the directory written to.
+
+    Measured is the first sequence of the last micro-batch before the checkpoint, with dropout off.
+
+    Args:
+      run, update, data: as for `probe`.
+      layers: the sampled ones by default.
+      float64: compute in float64 (the parameters are float32).
+      progress: called with the number of layers done and of all.
+
+    Raises:
+      CheckpointError: also for parameters that are not finite.
+    """
+    config, params, at = load(run, update)
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)):
+        raise checkpoint.CheckpointError(f"{run}: the checkpoint of update {at} holds parameters that are not finite")
+    dataset = open_data(config, data or Path(records.read_config(run)["data"]["directory"]))
+    of_layers, of_heads = bound_lines(
+        config.model,
+        params,
+        at,
+        last_micro_batch(config, dataset, at),
+        sampled_layers(config.model.n_layer) if layers is None else sorted(set(layers)),
+        float64=float64,
+        progress=progress,
+    )
+    out = run / "probe"
+    out.mkdir(exist_ok=True)
+    _write_lines(out / HEADS, of_heads)
+    _write_lines(out / BOUNDS, of_layers)
     return out
 
 
