@@ -256,7 +256,7 @@ def _bounds(runs: Sequence[Run], drawings: Path) -> Html:
         html_page.figure(
             drawings / "figure_5a_bounds",
             bounds_figures.against_bounds(found),
-            "Figure 5a. Above: Λ of the attention and its bounds, by layer. Below: the whole layer's norm and its bounds.",
+            "Figure 5a. Above: Λ of the attention and its bounds, by layer. Below: the same of the whole layer.",
         ),
         *(html_page.table(table) for table in bounds_figures.checkpoint_tables(shown)),
         html_page.figure(
