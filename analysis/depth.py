@@ -3,7 +3,8 @@ r"""Through depth: what each sublayer's Jacobian is, and what the product of tho
 Sublayers count from the input up (attention 0, FFN 1, attention 2, ...); sublayer ``k`` takes ``X_k`` to ``X_{k+1}``,
 and the last one leaves ``X_N``. With ``P = dX_m/dX_l`` on ``n`` coordinates (all tokens of all sequences):
 
-- *APJN* ``||P||_F^2 / n``: the mean squared gain of a random cotangent (Doshi et al., arXiv 2111.12143);
+- *gain* ``||P||_F / sqrt(n)``: the root mean square gain of a random cotangent, the root of its APJN (Doshi et al.,
+  arXiv 2111.12143);
 - *alignment* ``tr(P) / n``: the multiple of the identity that fits ``P`` best;
 - the *terms* of the expansion of ``P`` (`sens.products`): `bare` (pre-LN the identity, post-LN the LayerNorm-only
   term), `first` (through one branch) and `rest`; their gains, and their shares ``<term, P^T u> / ||P^T u||^2`` of the
@@ -25,7 +26,7 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from analysis.probes import PAIR_COLUMNS
-from analysis.records import DEPTH_COLUMNS
+from analysis.records import DEPTH_COLUMNS, TERMS
 from models import ModelConfig, gpt
 from sens import operators, products
 
@@ -67,13 +68,18 @@ def measure_depth(
     length = jnp.linalg.norm(gradient.ravel())
     # The gradient goes as a vector of length one: squares of a vanishing one would underflow.
     unit = gradient / jnp.where(length > 0, length, 1)
-    measured = _backwards(linked, jnp.concatenate([_signs(linked, key_product, probes), unit[None]]), linked.depth)
+    measured = _backwards(
+        linked,
+        jnp.concatenate([probe_signs(key_product, probes, linked.end.shape, linked.end.dtype), unit[None]]),
+        linked.depth,
+    )
     of_gradient = jax.tree.map(lambda figure: figure[-1], measured)
+    scale = length * of_gradient.pop("scale")
     return {
         **_sublayers(model, params, linked, key_sublayer, probes),
-        **_averages(linked, jax.tree.map(lambda figure: figure[:-1], measured)),
-        "gradient": length * jnp.sqrt(of_gradient["total"]),
-        **_terms("gradient_", of_gradient, length),
+        **_averages(jax.tree.map(lambda figure: figure[:-1], measured), linked.end.size),
+        "gradient": scale * jnp.sqrt(of_gradient["total"]),
+        **_terms("gradient_", of_gradient, scale),
     }
 
 
@@ -86,9 +92,10 @@ def measure_column(
     *,
     probes: int = 4,
 ) -> Figures:
-    """Of the product to `stop` from every depth below it: APJN, alignment and terms (meaningless from `stop` on)."""
+    """Of the product to `stop` from every depth below it: gain, alignment and terms (meaningless from `stop` on)."""
     linked = link(model, params, tokens)
-    return _averages(linked, _backwards(linked, _signs(linked, key, probes), stop))
+    signs = probe_signs(key, probes, linked.end.shape, linked.end.dtype)
+    return _averages(_backwards(linked, signs, stop), linked.end.size)
 
 
 def measure_pair(
@@ -167,23 +174,33 @@ def finite(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _signs(linked: products.Chain, key: PRNGKeyArray, probes: int) -> Float[Array, "probes ..."]:
+def probe_signs(
+    key: PRNGKeyArray, probes: int, shape: tuple[int, ...], dtype: Any = jnp.float32
+) -> Float[Array, "probes ..."]:
+    """Random signs, one cotangent a probe: ``E u u^T = I`` with the least variance of ``<u, P u>`` off the diagonal."""
     if probes < 2:
         raise ValueError(f"probes must be at least 2, for a standard error; got {probes}")
-    return jax.random.rademacher(key, (probes, *linked.end.shape), linked.end.dtype)
+    return jax.random.rademacher(key, (probes, *shape), dtype)
 
 
 def _backwards(linked: products.Chain, cotangents: Float[Array, "vectors ..."], stop: Depth) -> Figures:
-    """Inner products of the terms at every depth, for every cotangent at `stop`: axes (vector, sublayer)."""
+    """Inner products of the terms at every depth, for every cotangent at `stop`: axes (vector, sublayer).
+
+    Terms are divided by `scale`, their largest entry: the squares of a gain of 1e-20 would underflow.
+    """
 
     def one(u: Array) -> Figures:
         def inner_products(_: Array, terms: products.Terms) -> Figures:
-            parts = {"bare": terms.bare, "first": terms.first, "rest": terms.rest}
+            scale = jnp.max(jnp.abs(jnp.stack(terms)))
+            total, *parts = (
+                part / jnp.where(scale > 0, scale, 1) for part in (terms.total, terms.bare, terms.first, terms.rest)
+            )
             return {
-                "start": jnp.vdot(u, terms.total),
-                "total": jnp.vdot(terms.total, terms.total),
-                "with_total": {name: jnp.vdot(part, terms.total) for name, part in parts.items()},
-                "square": {name: jnp.vdot(part, part) for name, part in parts.items()},
+                "scale": scale,
+                "start": jnp.vdot(u, total),
+                "total": jnp.vdot(total, total),
+                "with_total": {name: jnp.vdot(part, total) for name, part in zip(TERMS, parts, strict=True)},
+                "square": {name: jnp.vdot(part, part) for name, part in zip(TERMS, parts, strict=True)},
             }
 
         return products.pull_terms(linked, u, 0, stop, inner_products)[1]
@@ -191,25 +208,31 @@ def _backwards(linked: products.Chain, cotangents: Float[Array, "vectors ..."], 
     return jax.vmap(one)(cotangents)
 
 
-def _averages(linked: products.Chain, measured: Figures) -> Figures:
+def _averages(measured: Figures, size: int) -> Figures:
     """Means over probes, with standard errors: ``E u u^T = I``."""
-    means = jax.tree.map(lambda figure: jnp.mean(figure, axis=0) / linked.end.size, measured)
+    scales = measured.pop("scale")
+    scale = jnp.max(scales, axis=0)
+    relative = scales / jnp.where(scale > 0, scale, 1)[None]
+    start = relative * measured.pop("start") / size
+    squares = jax.tree.map(lambda figure: relative**2 * figure / size, measured)
+    means = jax.tree.map(lambda figure: jnp.mean(figure, axis=0), squares)
+    gain = jnp.sqrt(means["total"])
 
     def standard_error(figure: Array) -> Array:
-        return jnp.std(figure, axis=0, ddof=1) / (linked.end.size * math.sqrt(figure.shape[0]))
+        return jnp.std(figure, axis=0, ddof=1) / math.sqrt(figure.shape[0])
 
     return {
-        "apjn": means["total"],
-        "apjn_se": standard_error(measured["total"]),
-        "alignment": means["start"],
-        "alignment_se": standard_error(measured["start"]),
-        **_terms("", means),
+        "gain": scale * gain,
+        "gain_se": scale * standard_error(squares["total"]) / (2 * gain),
+        "alignment": scale * jnp.mean(start, axis=0),
+        "alignment_se": scale * standard_error(start),
+        **_terms("", means, scale),
     }
 
 
-def _terms(prefix: str, figures: Figures, length: Array | float = 1.0) -> Figures:
+def _terms(prefix: str, figures: Figures, scale: Array) -> Figures:
     """Gain and share of each term, from its square and its inner product with the sum."""
-    gains = {f"{prefix}{name}": length * jnp.sqrt(square) for name, square in figures["square"].items()}
+    gains = {f"{prefix}{name}": scale * jnp.sqrt(square) for name, square in figures["square"].items()}
     shares = {f"{prefix}share_{name}": inner / figures["total"] for name, inner in figures["with_total"].items()}
     return {**gains, **shares}
 

@@ -56,7 +56,7 @@ def _gains(panel: Axes, placement: str, found: Sequence[tuple[Run, pl.DataFrame]
     styles = line_styles([run for run, _ in found])
     for number, ((_, depth), style) in enumerate(zip(found, styles, strict=True)):
         for term, shade in TERM_COLOURS.items():
-            gain = depth["apjn"].sqrt() if term == "total" else depth[term]
+            gain = depth["gain" if term == "total" else term]
             # One sublayer has no path through two branches: what is there is rounding.
             drawn = depth["sublayer"] < (len(depth) - 1 if term == "rest" else len(depth))
             name = None if number else TERM_NAMES[placement][term]
@@ -76,7 +76,7 @@ def depth_map(pairs: Mapping[str, pl.DataFrame]) -> Figure:
       pairs: tables of `probes.PAIR_COLUMNS`, a column of panels each, by the name to show over it.
     """
     figure, axes = new_figure(2, len(pairs), height=6.8, sharex="col", sharey="col")
-    gains = {name: (table["apjn"].sqrt(), table["bare"]) for name, table in pairs.items()}
+    gains = {name: (table["gain"], table["bare"]) for name, table in pairs.items()}
     logs = np.concatenate([np.log10(np.maximum(gain, 1e-12)) for both in gains.values() for gain in both])
     reach = max(float(np.quantile(np.abs(logs), 0.98)), 0.1)  # a few extreme cells (an embedding's first norm) saturate
     mesh = None
@@ -105,7 +105,7 @@ def over_training(runs: Sequence[Run]) -> Figure:
     for run, style in zip(runs, line_styles(runs), strict=True):
         table = run.depth.filter(pl.col("sublayer") == START)
         drawn = {"color": colour(run), "linestyle": style, "marker": "o", "markersize": 3}
-        gain.plot(table["update"], table["apjn"].sqrt(), **drawn)
+        gain.plot(table["update"], table["gain"], **drawn)
         share.plot(table["update"], table["share_bare"], **drawn)
     _label(gain, "(a) Gain from above block 0 to the output", "update", "root mean square gain")
     _label(share, "(b) Share of the bare term in it", "update", "signed share of squared norm")
@@ -134,7 +134,7 @@ def products_table(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Table
         lines.append(
             (
                 run.label,
-                f"{here['apjn'] ** 0.5:.3g}",
+                f"{here['gain']:.3g}",
                 f"{here['alignment']:.3g} ± {here['alignment_se']:.1g}",
                 *map(_number, shares),
                 _number(here["gradient_share_bare"]),

@@ -133,7 +133,7 @@ def depth_line(update: int, sublayer: int, depth: int, done: float) -> dict[str,
         "a_mean": 0.7 * a,
         "bound": 0.9 * a**above,
         "bound_loose": a**above,
-        "apjn": 1.02 ** (2 * above),
+        "gain": 1.02**above,
         "gradient": 0.1 * 1.02**above,
     }
     terms = {"bare": 1.0, "first": 0.02 * above, "rest": 1.02**above - 1 - 0.02 * above}
@@ -149,7 +149,7 @@ def write_pairs(path: Path, update: int, n_layer: int) -> None:
     grid = [0, depth // 2, depth]
     for stop in grid[1:]:
         for start in range(stop):
-            line = {"update": update, "start": start, "stop": stop, "apjn": 1.02 ** (2 * (stop - start)), "bare": 1.0}
+            line = {"update": update, "start": start, "stop": stop, "gain": 1.02 ** (stop - start), "bare": 1.0}
             if start in grid:
                 line |= {"sigma_1": 1.1 * 1.02 ** (stop - start), "bare_norm": 1.0, "bound": 1.5, "bound_loose": 2.0}
             lines.append({name: line.get(name) for name in PAIR_COLUMNS})

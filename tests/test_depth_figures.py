@@ -39,7 +39,7 @@ def test_profiles_draw_every_term_and_the_corollarys_bound(runs):
     for panel, placement, depth in ((pre, "pre", depths[0]), (post, "post", depths[1])):
         drawn = lines(panel)
         names = depth_figures.TERM_NAMES[placement]
-        np.testing.assert_allclose(drawn[names["total"]], np.sqrt(depth["apjn"]))
+        np.testing.assert_allclose(drawn[names["total"]], depth["gain"])
         np.testing.assert_allclose(drawn[names["bare"]], depth["bare"])
         np.testing.assert_allclose(drawn[names["rest"]], depth["rest"][:-1])  # rounding alone at the top
         assert ("Corollary A.3: bound of its norm" in drawn) == (placement == "post")
@@ -63,7 +63,7 @@ def test_the_map_has_every_pair_in_its_place(runs):
     stops = sorted(set(table["stop"]))
     grid = np.ma.filled(np.ma.asarray(whole), np.nan).reshape(len(stops), -1)
     for row in table.iter_rows(named=True):
-        expected = np.log10(np.sqrt(row["apjn"]))
+        expected = np.log10(row["gain"])
         np.testing.assert_allclose(grid[stops.index(row["stop"]), row["start"]], expected, atol=1e-12)
     assert np.isnan(grid[0, stops[0] :]).all()  # nothing is measured from a depth above the stop
 
