@@ -172,10 +172,8 @@ def _unpack_parquet(path: Path, directory: Path) -> dict[str, np.ndarray]:
         return {path.stem: array}
     arrays = {}
     for i, field in enumerate(lists):
-        lengths = [
-            pc.max(pc.list_value_length(batch.column(0))).as_py() or 0 for _, batch in _batches(file, [field.name])
-        ]
-        array = _new(directory / f"{i}.npy", field.type.value_type, (rows, max(lengths, default=0)))
+        longest = max((_lengths(batch).max() for _, batch in _batches(file, [field.name])), default=0)
+        array = _new(directory / f"{i}.npy", field.type.value_type, (rows, int(longest)))
         for start, batch in _batches(file, [field.name]):
             inside = np.arange(array.shape[1]) < _lengths(batch)[:, None]
             block = np.zeros(inside.shape, array.dtype)

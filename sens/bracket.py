@@ -95,7 +95,7 @@ def _bracket_rows(p: Float[Array, "R n"], tol: Float[Array, " R"]) -> tuple[Floa
     rows = _first_pass(p)
     for step, chunk in (
         (_mixed_pass, _BLOCK // n),
-        (_sorted_pass, _BLOCK // (8 * n)),
+        (_sorted_pass, _BLOCK // (32 * n)),
         (_deep_pass, 16),
     ):
         rows = _refine(p, rows, tol, step, max(1, min(chunk, R, 1024)))
