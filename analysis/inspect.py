@@ -208,9 +208,15 @@ def _measure(p: Float[Array, "h t t"], mask: Bool[Array, "1 t t"], where: Bool[A
 
 
 def record(inspection: Inspection) -> Iterator[dict[str, Any]]:
-    """The lines of `inspect.parquet`: statistics of each quantity, by layer and head, and pooled over heads (null)."""
+    """The lines of `inspect.parquet`: statistics of each quantity, by layer and head, and pooled over heads (null).
+
+    What is one number a layer (`Inspection.layers`) stands there as a quantity with a count of one.
+    """
     for quantity in QUANTITIES:
         for layer, values in enumerate(inspection.rows[quantity]):
             for head in [None, *range(values.shape[1])]:
                 chosen = values if head is None else values[:, head]
                 yield {"layer": layer, "head": head, "quantity": quantity, **summarise(chosen.ravel())}
+    for quantity, values in inspection.layers.items():
+        for layer, value in enumerate(values):
+            yield {"layer": layer, "head": None, "quantity": quantity, **summarise(np.array([value]))}

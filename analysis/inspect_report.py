@@ -10,7 +10,7 @@ import rich.console
 
 from analysis import figures, html_page, inspect_figures
 from analysis.html_page import Html
-from analysis.inspect import DOMINANT, QUANTITIES, Inspection, record
+from analysis.inspect import DOMINANT, Inspection, record
 from analysis.records import write_text
 from analysis.tables import Table, to_rich
 from models.pretrained import ModelError
@@ -31,7 +31,7 @@ def write(
         if head is not None and not (0 <= head[0] < one.config.n_layer and 0 <= head[1] < one.config.n_head):
             raise ModelError(f"{one.name} has no layer {head[0]} with a head {head[1]}")
     out.mkdir(parents=True, exist_ok=True)
-    named = [pl.DataFrame(record(one)).insert_column(0, pl.Series("model", [one.name] * _lines(one))) for one in found]
+    named = [pl.DataFrame(record(one)).select(pl.lit(one.name).alias("model"), pl.all()) for one in found]
     _write_parquet(out / "inspect.parquet", pl.concat(named))
     if rows:
         frames = [rows_frame(one) for one in found]
@@ -49,10 +49,6 @@ def write(
     return out
 
 
-def _lines(one: Inspection) -> int:
-    return len(QUANTITIES) * one.config.n_layer * (one.config.n_head + 1)
-
-
 def _write_parquet(path: Path, frame: pl.DataFrame) -> None:
     temporary = path.with_name(path.name + ".tmp")
     frame.write_parquet(temporary)
@@ -64,9 +60,9 @@ def rows_frame(one: Inspection) -> pl.DataFrame:
     kept = ~np.isnan(one.rows["lower"])
     axes = dict(zip(("layer", "sequence", "head", "position"), np.nonzero(kept), strict=True))
     token = one.text.tokens[axes["sequence"], axes["position"]]
-    names = pl.Series("model", [one.name]).new_from_index(0, token.size)
     columns = {**{name: axis.astype(np.int32) for name, axis in axes.items()}, "token": token}
-    return pl.DataFrame({"model": names, **columns, **{name: values[kept] for name, values in one.rows.items()}})
+    frame = pl.DataFrame({**columns, **{name: values[kept] for name, values in one.rows.items()}})
+    return frame.select(pl.lit(one.name).alias("model"), pl.all())
 
 
 def theta(lower: float, upper: float) -> str:

@@ -176,7 +176,9 @@ def test_progress_and_errors(directory: Path, tmp_path: Path):
 def test_the_record_holds_every_head_and_quantity(found: Inspection):
     lines = pl.DataFrame(record(found))
     heads = [None, *range(found.config.n_head)]
-    assert lines.height == found.config.n_layer * len(heads) * len(QUANTITIES)
+    assert lines.height == found.config.n_layer * (len(heads) * len(QUANTITIES) + len(found.layers))
+    stream = lines.filter((pl.col("quantity") == "residual_rms") & (pl.col("layer") == 1))
+    assert stream["max"].item() == pytest.approx(found.layers["residual_rms"][1])
     one = lines.filter((pl.col("layer") == 1) & (pl.col("head") == 2) & (pl.col("quantity") == "p_max"))
     values = found.rows["p_max"][1, :, 2]
     assert one["median"].item() == pytest.approx(np.nanmedian(values))
