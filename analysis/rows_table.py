@@ -25,4 +25,8 @@ def theta_table(summaries: Sequence[pl.DataFrame]) -> Table:
             value = {(row["quantity"], statistic): row[statistic] for row in part.to_dicts() for statistic in row}
             cells = (format(value[quantity, statistic], form) for _, quantity, statistic, form in _CELLS)
             rows.append((f"{array}{index}", str(value["lower", "count"]), *cells))
-    return Table("theta (lower ends; width: widest bracket; p_max and D: medians)", ("array", "rows", *(name for name, *_ in _CELLS)), tuple(rows))
+    return Table(
+        "theta (lower ends; width: widest bracket; p_max and D: medians)",
+        ("array", "rows", *(name for name, *_ in _CELLS)),
+        tuple(rows),
+    )
