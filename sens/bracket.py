@@ -69,7 +69,7 @@ def theta_bracket(
 
     Work on a row stops once upper - lower ≤ tol; the first pass, which does not sort, closes most rows. A row that the
     last pass leaves wider is returned as it is: its two ends are true all the same. In float32 outward rounding alone
-    takes up to 8e-7; ask for less in float64.
+    takes up to 8e-7; ask for less than 1e-6 in float64.
 
     Not for differentiation: the derivative is zero by definition. Differentiate `theta_prefix`, or
     ``theta_of_subset(p, bisect(p))``. An invalid row is a `ValueError`, inside jit NaN at both ends.
