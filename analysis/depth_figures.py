@@ -45,8 +45,7 @@ def profiles(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Figure:
         share.plot(depth["sublayer"], depth["gradient_share_bare"], **drawn)
     _label(gradient, "(c) Gradient of the loss by depth", "sublayer", r"$\Vert\partial\,loss/\partial X_l\Vert$")
     _label(share, "(d) Share of the bare term in that gradient", "sublayer", "signed share of squared norm")
-    share.set_yscale("symlog", linthresh=1.0)
-    share.axhline(1.0, **REFERENCE)
+    _share_axis(share)
     log_axis(gradient)
     run_legend(figure, runs)
     return figure
@@ -70,31 +69,26 @@ def _gains(panel: Axes, placement: str, found: Sequence[tuple[Run, pl.DataFrame]
 
 @styled
 def depth_map(pairs: Mapping[str, pl.DataFrame]) -> Figure:
-    """Heat map over (start, stop): log10 of the root mean square gain of the product, and of its bare term.
+    """Heat map over (start, stop): log10 of the root mean square gain of the product, and of its bare term alone.
 
     Args:
       pairs: tables of `probes.PAIR_COLUMNS`, a column of panels each, by the name to show over it.
     """
     figure, axes = new_figure(2, len(pairs), height=6.8, sharex="col", sharey="col")
-    gains = {name: (table["gain"], table["bare"]) for name, table in pairs.items()}
-    logs = np.concatenate([np.log10(np.maximum(gain, 1e-12)) for both in gains.values() for gain in both])
-    reach = max(float(np.quantile(np.abs(logs), 0.98)), 0.1)  # a few extreme cells (an embedding's first norm) saturate
-    mesh = None
     for column, (name, table) in zip(axes.T, pairs.items(), strict=True):
-        for panel, gain, what in zip(column, gains[name], ("whole product", "bare term alone"), strict=True):
-            stops = sorted(set(table["stop"]))
+        logs = table.select(pl.col("gain", "bare").clip(lower_bound=1e-300).log10())  # a gain of zero is drawn as that
+        reach = max(float(np.abs(logs.to_numpy()).max()), 0.1)
+        stops = sorted(set(table["stop"]))
+        row = np.searchsorted(stops, table["stop"].to_numpy())
+        edges = np.arange(max(stops) + 1) - 0.5, np.array([0, *stops])
+        colours = {"cmap": "RdBu_r", "vmin": -reach, "vmax": reach}
+        for panel, term, what in zip(column, ("gain", "bare"), ("whole product", "bare term alone"), strict=True):
             grid = np.full((len(stops), max(stops)), np.nan)
-            grid[[stops.index(stop) for stop in table["stop"]], table["start"].to_numpy()] = np.log10(
-                np.maximum(gain.to_numpy(), 1e-12)
-            )
-            edges = np.array([0, *stops], float)
-            mesh = panel.pcolormesh(
-                np.arange(max(stops) + 1) - 0.5, edges, grid, cmap="RdBu_r", vmin=-reach, vmax=reach, rasterized=True
-            )
+            grid[row, table["start"].to_numpy()] = logs[term].to_numpy()
+            mesh = panel.pcolormesh(*edges, grid, rasterized=True, **colours)
+            figure.colorbar(mesh, ax=panel)
             _label(panel, f"{name}: {what}", "from sublayer", "to sublayer (top edge)")
             panel.grid(visible=False)
-    assert mesh is not None, "pairs of one run at least"
-    figure.colorbar(mesh, ax=axes, label="log10 of root mean square gain", extend="both")
     return figure
 
 
@@ -110,8 +104,7 @@ def over_training(runs: Sequence[Run]) -> Figure:
     _label(gain, "(a) Gain from above block 0 to the output", "update", "root mean square gain")
     _label(share, "(b) Share of the bare term in it", "update", "signed share of squared norm")
     log_axis(gain)
-    share.set_yscale("symlog", linthresh=1.0)
-    share.axhline(1.0, **REFERENCE)
+    _share_axis(share)
     run_legend(figure, runs)
     return figure
 
@@ -160,15 +153,29 @@ def verdict(table: pl.DataFrame) -> str:
         etas = np.sort(1 - a[holds])
         where += f" ({_ranges(holds)}), with eta from {etas[0]:.2g} to {etas[-1]:.2g}"
     contracting = np.flatnonzero(table["bound"].to_numpy() < 1)
-    words = f"The condition max a <= 1 - eta holds {where}; a is greatest, {a[greatest]:.3g}, at sublayer {greatest}. "
-    words += "It does not hold at every sublayer, so the corollary promises no contraction over the whole depth."
+    above = int(np.flatnonzero(a >= 1)[-1]) + 1  # from here to the output it holds throughout
+    words = f"The condition max a <= 1 - eta holds {where}; a is greatest, {a[greatest]:.3g}, at sublayer {greatest}."
+    if above < a.size:
+        words += f" From sublayer {above} to the output it holds throughout, with eta = {1 - a[above:].max():.2g}."
+    else:
+        words += (
+            " It fails at the last sublayer, so the corollary promises no contraction of any product to the output."
+        )
     if contracting.size:
         least = int(np.argmin(table["bound"].to_numpy()))
         words += (
-            f" Its product of a, followed token by token to the output, is below one from {contracting.size} starting "
-            f"depths ({_ranges(contracting)}), least {table['bound'][least]:.2g} from sublayer {least}."
+            f" The product of a, followed token by token to the output, is below one from {_ranges(contracting)}: "
+            f"least, {table['bound'][least]:.2g}, from sublayer {least}."
         )
     return words
+
+
+def _share_axis(panel: Axes) -> None:
+    """Linear for shares of ordinary size, else logarithmic beyond one; a line where the term is all there is."""
+    low, high = panel.get_ylim()
+    if max(-low, high) > 3:
+        panel.set_yscale("symlog", linthresh=1.0)
+    panel.axhline(1.0, **REFERENCE)
 
 
 def _ranges(numbers: np.ndarray) -> str:

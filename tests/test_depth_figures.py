@@ -56,7 +56,7 @@ def test_profiles_of_one_placement_say_what_is_missing(runs):
 def test_the_map_has_every_pair_in_its_place(runs):
     pairs = {run.label: table for run in runs if (table := probes.read_pairs(run)) is not None}
     figure = depth_figures.depth_map(pairs)
-    assert len(figure.axes) == 2 * 2 + 1
+    assert len(figure.axes) == 2 * 4  # each panel has its colour bar
     whole = figure.axes[0].collections[0].get_array()
     assert whole is not None
     table = pairs["pre-LN, seed 1"]
@@ -94,11 +94,12 @@ def test_the_verdict_names_where_the_condition_holds_and_with_which_eta():
     assert "at all 3 sublayers with eta = 0.1" in everywhere
     nowhere = verdict([3.0, 1.5], [4.5, 1.5])
     assert "holds at 0 of 2 sublayers; a is greatest, 3, at sublayer 0" in nowhere
+    assert "fails at the last sublayer" in nowhere
     assert "below one" not in nowhere
     somewhere = verdict([5.0, 0.9, 0.8, 1.1, 0.7], [2.8, 0.55, 0.62, 0.77, 0.7])
     assert "at 3 of 5 sublayers (1-2, 4), with eta from 0.1 to 0.3" in somewhere
-    assert "promises no contraction" in somewhere
-    assert "below one from 4 starting depths (1-4), least 0.55 from sublayer 1" in somewhere
+    assert "From sublayer 4 to the output it holds throughout, with eta = 0.3." in somewhere
+    assert "below one from 1-4: least, 0.55, from sublayer 1" in somewhere
 
 
 def test_the_report_shows_the_map_training_and_verdict(runs, tmp_path):
