@@ -3,7 +3,7 @@
 Two runs of the whole loop in one process, one with telemetry at the protocol's cadence and one with next to none; both
 write their record and checkpoints to a temporary directory. Run it on an idle machine:
 
-    python benchmarks/train.py [updates]
+    python benchmarks/training.py [updates]
 """
 
 import dataclasses
