@@ -51,9 +51,9 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
         ),
     )
 
-    def update(grads, state, params):
+    def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None):
         with jax.numpy_dtype_promotion("standard"):  # optax promotes implicitly, which a strict caller refuses
-            return chain.update(grads, state, params)
+            return chain.update(updates, state, params)
 
     return optax.GradientTransformation(chain.init, update)
 
