@@ -1,6 +1,6 @@
 """The bracket: sound against exact rational arithmetic, tight on softmax rows, and honest about bad input.
 
-The soundness test takes SENS_SOUNDNESS_ROWS rows (default a few thousand; a million take about half an hour).
+The soundness test takes SENS_SOUNDNESS_ROWS rows (default a few thousand; a million take less than ten minutes).
 """
 
 import os
