@@ -38,7 +38,6 @@ Figures = dict[str, Any]
 Layer = int | Int[Array, ""]
 
 ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "swiglu": "silu"}
-TOKENS_AT_ONCE = 16
 
 
 def measure_layer(
@@ -260,7 +259,7 @@ def _token_norms(f: Callable[[Array], Array], tokens: Float[Array, "t d"]) -> Fl
     def one(token: Array) -> Array:
         return spectral(jax.jacfwd(lambda token: f(token[None])[0])(token))
 
-    return jax.lax.map(one, tokens, batch_size=TOKENS_AT_ONCE)
+    return jax.lax.map(one, tokens)
 
 
 def _ffn_bound(model: ModelConfig, block: gpt.Params, magnitude: Array) -> Array:

@@ -13,7 +13,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from sens import checks
-from sens.bounds.weights import Heads, finite, heads, in_unit_interval, non_negative, positive, spectral
+from sens.bounds.weights import (
+    Heads,
+    finite,
+    heads,
+    in_unit_interval,
+    non_negative,
+    positive,
+    spectral,
+    top_eigenvalue,
+    triangular_factor,
+)
 
 
 class Pathways(NamedTuple):
@@ -120,7 +130,7 @@ def attention_refined(
 
         return jnp.minimum(total(folded).sum(), point.W.out_norm * jnp.linalg.norm(total(plain)))
 
-    return jax.lax.map(one_row, point.rows(), batch_size=_ROWS_AT_ONCE)
+    return jax.lax.map(one_row, point.rows())
 
 
 def attention_covariance(
@@ -172,7 +182,7 @@ def attention_covariance(
 
         return jnp.minimum(total(folded).sum(), point.W.out_norm * jnp.linalg.norm(total(plain)))
 
-    return jax.lax.map(one_row, point.rows(), batch_size=_ROWS_AT_ONCE)
+    return jax.lax.map(one_row, point.rows())
 
 
 def attention_pathways(
@@ -195,10 +205,7 @@ def attention_pathways(
     """
     point = _point(W_query, W_key, W_value, W_out, queries, keys, values, probabilities, theta, tau, rotation)
     folded, _ = point.value_forms()
-    return jax.lax.map(lambda row: _pathways(point, folded, row), point.rows(), batch_size=_ROWS_AT_ONCE)
-
-
-_ROWS_AT_ONCE = 16
+    return jax.lax.map(lambda row: _pathways(point, folded, row), point.rows())
 
 
 class _Row(NamedTuple):
@@ -236,7 +243,7 @@ class _Point(NamedTuple):
 
     def value_forms(self) -> tuple[_Form, _Form]:
         """With the output projection folded in head by head (up to a rotation, which keeps v small), and without."""
-        out_factor = jnp.linalg.qr(self.W.out.mT, mode="r")
+        out_factor = triangular_factor(self.W.out.mT)
         folded = _Form(self.values @ out_factor.mT, spectral(self.W.value @ out_factor.mT))
         return folded, _Form(self.values, spectral(self.W.value))
 
@@ -279,8 +286,8 @@ def _point(
         rotation = finite(rotation, "rotation", (L, e, e))
     return _Point(
         W=W,
-        query_factor=jnp.linalg.qr(W.query, mode="r"),
-        key_factor=jnp.linalg.qr(W.key, mode="r"),
+        query_factor=triangular_factor(W.query),
+        key_factor=triangular_factor(W.key),
         queries=queries,
         keys=keys,
         values=values,
@@ -298,7 +305,7 @@ def _pathways(point: _Point, form: _Form, row: _Row) -> Pathways:
     cross = jnp.einsum("hj,hja,hjb->hab", row.p, values, point.keys)
     if row.rotation is not None:
         cross = cross @ row.rotation
-    variance = jnp.maximum(jnp.linalg.eigvalsh(spread)[..., -1], 0)
+    variance = top_eigenvalue(spread)
     return Pathways(
         value=form.norm,
         query=point.logit_scale * spectral(cross @ point.query_factor.mT),
