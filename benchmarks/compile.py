@@ -22,10 +22,10 @@ DEPTHS = (4, 36)
 STEPS = 10
 
 
-def unrolled(config, params, x, key=None, *, remat=False):
+def unrolled(config, params, x, key=None, *, where=None, remat=False):
     """`gpt.scan_blocks` as a Python loop."""
     keys = [None] * config.n_layer if key is None else jax.random.split(key, config.n_layer)
-    one = functools.partial(gpt.block, config)
+    one = functools.partial(gpt.block, config, where=where)
     for index in range(config.n_layer):
         x = (jax.checkpoint(one) if remat else one)(gpt.layer(params, index), x, keys[index])
     return x, None
