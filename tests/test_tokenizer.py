@@ -141,7 +141,7 @@ def edited(path: Path, part: str, field: str | None, value: object) -> Path:
 
 
 def test_what_is_no_tokenizer(saved: Path):
-    refused(saved / "absent", "want 'bytes', 'bpe:N', or the path")
+    refused(saved / "absent", "want 'bytes', 'gpt2', 'bpe:N', or a tokenizer.json")
     (saved / "empty").mkdir()
     refused(saved / "empty", "no tokenizer in this directory")
     (saved / "text.json").write_text("hello")
