@@ -8,8 +8,8 @@ Findings (2 cores busy with other work, so in processor time; all rows of all ca
 NumPy's prefix, 4096 x 1024: 8.3 against 48.8 ms at s = 0.3, 9.7 against 43.3 at s = 3, 8.4 against 44.0 at s = 6. By
 the wall clock, with six jobs a core, the ratio was 5.5, 5.0, 13.9, 2.4 (s = 0.3, 1, 3, 6) and 5.5 (causal): repeat it
 on a quiet machine. In that run a full `jnp.sort` prefix took 11 to 20 times as long as NumPy's, our own prefix
-(bisection on the float's bits, no sort) 0.3 to 0.6 times. Temporary memory: a fifth of the input. `theta_exact`, support 40: 72 ms
-of processor time.
+(bisection on the float's bits, no sort) 0.3 to 0.6 times. Temporary memory: a fifth of the input.
+`theta_exact`, support 40: 72 ms of processor time.
 """
 
 import importlib.util

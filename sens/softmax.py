@@ -147,8 +147,8 @@ def lambda_max(
     v_i = p_i / (lambda - p_i), and vᵀ(Diag(p) - p pᵀ)v with v held fixed gives the value and its derivative.
 
     >>> import jax.numpy as jnp
-    >>> print(lambda_max(jnp.array([0.5, 0.5])))
-    0.5
+    >>> print(f"{lambda_max(jnp.array([0.5, 0.5])):.6f}")
+    0.500000
     """
     rows = checks.as_rows(p, where)
     v = _top_eigenvector(lax.stop_gradient(rows))
