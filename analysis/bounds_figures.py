@@ -94,9 +94,10 @@ def factors(runs: Sequence[Run]) -> Figure:
 
 
 def checkpoint_tables(runs: Sequence[Run]) -> list[Table]:
-    """All tables of the runs on whose checkpoints bounds were measured."""
-    layers = {run.label: table for run in runs if (table := read_bounds(run)) is not None}
-    heads = {run.label: table for run in runs if (table := read_heads(run)) is not None}
+    """All tables of the runs on whose checkpoints bounds were measured; a single run is not named in them."""
+    names = {run.path: f"{run.label}, " if len(runs) > 1 else "" for run in runs}
+    layers = {names[run.path]: table for run in runs if (table := read_bounds(run)) is not None}
+    heads = {names[run.path]: table for run in runs if (table := read_heads(run)) is not None}
     return [attention_table(layers), layer_table(layers), heads_table(heads)]
 
 
@@ -135,7 +136,7 @@ def heads_table(tables: Mapping[str, pl.DataFrame]) -> Table:
                 share = f"{sum(parts) / whole:.0%}" if whole else ""
                 theta = "" if line["theta"] is None else f"{line['theta']:.6f}"
                 ratios = (_ratio(line[bound], line["spectral_lower"]) for bound in ("yudin", "castin"))
-                named = f"{name}, layer {layer}, head {line['head']}".replace("head all", "all heads")
+                named = f"{name}layer {layer}, head {line['head']}".replace("head all", "all heads")
                 rows.append((named, theta, *map(_number, parts), share, _between(line, "spectral"), *ratios))
     return Table(
         "Pathways of each head in the row at which Λ is attained (bounds; their sum bounds Λ), and Frobenius geometry",
@@ -146,9 +147,7 @@ def heads_table(tables: Mapping[str, pl.DataFrame]) -> Table:
 
 def _lines(tables: Mapping[str, pl.DataFrame]) -> list[tuple[str, dict[str, Any]]]:
     return [
-        (f"{name}, layer {line['layer']}", line)
-        for name, table in tables.items()
-        for line in table.iter_rows(named=True)
+        (f"{name}layer {line['layer']}", line) for name, table in tables.items() for line in table.iter_rows(named=True)
     ]
 
 

@@ -250,9 +250,9 @@ def _probe_bounds(options: Any) -> None:
             float64=options.float64,
             progress=done,
         )
-    show = rich.console.Console().print
+    console = rich.console.Console()
     for table in bounds_figures.checkpoint_tables([records.read_run(options.run)]):
-        show(tables.to_rich(table))
+        console.print(tables.to_rich(table))
 
 
 def inspect(arguments: Sequence[str]) -> None:
