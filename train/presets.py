@@ -59,7 +59,7 @@ PRESETS: dict[str, RunConfig] = {
     # The paper's depth at the smallest width, context and length at which both of its stories show on a laptop.
     "mini": RunConfig(
         ModelConfig(vocab_size=257, n_layer=36, n_head=4, d_model=64, d_ff=256, context=64, dropout=0.0),
-        TrainConfig(updates=250, micro_batch=16, accumulation=1, lr=3e-3, warmup=60, checkpoint_every=50),
+        TrainConfig(updates=200, micro_batch=16, accumulation=1, lr=3e-3, warmup=50, checkpoint_every=50),
     ),
     "deep": RunConfig(
         ModelConfig(vocab_size=257, n_layer=36, n_head=4, d_model=128, d_ff=512, context=128, dropout=0.0),
