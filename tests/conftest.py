@@ -1,4 +1,4 @@
-"""Strictness for every test: no implicit promotion of dtype or rank, axes checked at run time, x64 as the leg says.
+"""Strictness for every test: no implicit promotion of dtype or rank, warnings are errors, x64 as the leg says.
 
 `make test` runs two legs: JAX_ENABLE_X64=1 over everything, JAX_ENABLE_X64=0 over the tests marked `float32`.
 """

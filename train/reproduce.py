@@ -8,6 +8,7 @@ import rich.console
 
 from analysis import records, tables
 from analysis.identity import verify
+from analysis.probes import read_verification
 from analysis.records import Run, read_runs
 from analysis.report import write_report
 from train import progress
@@ -23,7 +24,8 @@ def reproduce(out: Path, config: RunConfig, seeds: Sequence[int]) -> None:
     """Verify, tokenise, train both placements over the seeds, probe, and write table, figures and report into `out`."""
     say = rich.console.Console(highlight=False).print
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / "verify.json").is_file():
+    verified = read_verification(out / "verify.json")
+    if verified is None or not verified.passed:
         say("[bold]1. The identity[/bold] ||J||_{inf->1} = theta/tau, every sign vector against every subset")
         verify(out / "verify.json", show=say)
     with progress.bytes_done("tokenise") as done:
