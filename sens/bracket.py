@@ -186,9 +186,10 @@ def _mixed_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
 
 
 def _sorted_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
-    """The whole row sorted: the greedy partition, the best prefix, and the cardinality bound."""
+    """The whole row sorted: the greedy partition, the best prefix, opposite pairs, and the cardinality bound."""
     ordered = discrepancy.sort_descending(on_grid(p).T)
     hi = jnp.minimum(discrepancy.prefix_upper(ordered, total), discrepancy.fold(ordered, jnp.zeros_like(total)))
+    hi = jnp.minimum(hi, discrepancy.pairs_upper(ordered))
     return _Bounds(discrepancy.cardinality_lower(ordered, total), hi, total)
 
 

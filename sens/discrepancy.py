@@ -106,3 +106,18 @@ def prefix_upper(q: Int[Array, "n C"], total: Int[Array, " C"]) -> Int[Array, " 
     """Upper bound on D from the sorted row: the best prefix against the rest."""
     prefix = jnp.cumsum(q, axis=0)
     return jnp.min(jnp.abs(prefix - (total[None] - prefix)), axis=0)
+
+
+def pairs_upper(q: Int[Array, "n C"]) -> Int[Array, " C"]:
+    """Upper bound on D from the sorted row: the largest number against the smallest, and so on inwards.
+
+    The differences of the pairs, largest first, are folded onto the number in the middle (if there is one). It closes
+    nearly uniform rows of odd support, whose odd number every fold of neighbours leaves over.
+    """
+    n = q.shape[0]
+    support = jnp.sum(q > 0, axis=0)[None]
+    i = jnp.arange(n // 2)[:, None]
+    smallest = jnp.take_along_axis(q, jnp.clip(support - 1 - i, 0, n - 1), axis=0)
+    differences = jnp.where(i < support // 2, q[: n // 2] - smallest, 0)
+    middle = jnp.where(support % 2 == 1, jnp.take_along_axis(q, support // 2, axis=0), 0)
+    return fold(differences, middle[0])

@@ -123,6 +123,15 @@ def test_near_uniform_rows_close(rng, dtype):
 
 
 @pytest.mark.float32
+def test_less_uniform_rows_of_odd_support_close(rng):
+    """Causal rows of a pre-LN model: differences of pairs, largest with smallest, make the odd entry good."""
+    lengths = np.arange(31, 129, 2)
+    u = np.where(np.arange(128) < lengths[:, None], 0.1 * rng.standard_normal((lengths.size, 128)), -np.inf)
+    lower, upper = bracket(jax.nn.softmax(jnp.asarray(u, np.float32)))
+    assert jnp.max(upper - lower) <= 1e-6
+
+
+@pytest.mark.float32
 def test_uniform_and_top_k_uniform_rows_close_to_rounding(dtype):
     rows = []
     for k in (1, 2, 3, 5, 17, 33, 63, 99, 101):

@@ -33,6 +33,7 @@ def test_upper_and_lower_bounds_hold_and_meet(rng):
         discrepancy.greedy(jnp.asarray(q)),
         discrepancy.fold(jnp.asarray(q), jnp.zeros_like(total)),
         discrepancy.prefix_upper(ordered, total),
+        discrepancy.pairs_upper(ordered),
     ):
         assert np.all(upper >= exact)
         assert np.all((upper - exact) % 2 == 0)  # a partition's difference has the sum's parity
