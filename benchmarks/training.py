@@ -5,9 +5,10 @@ write their record and checkpoints to a temporary directory. Run it on an idle m
 
     python benchmarks/training.py [updates]
 
-Found in the timing tables of `make reproduce` (2 cores, otherwise idle, six runs): 3,700 to 4,700 tokens a second between
-two records (0.22 to 0.28 s an update, median), 3,200 to 4,000 with everything; telemetry and checkpoints take 7 to 9 % of
-the time, the attention statistics alone 5 to 7 %; the first update of a program, which compiles, 7 to 9 s.
+Found in the timing tables of `make reproduce` (2 cores, otherwise idle, six runs): 3,700 to 4,700 tokens a second
+between two records (0.22 to 0.28 s an update, median), 3,200 to 4,000 with everything; telemetry and checkpoints take
+7 to 9 % of the time, the attention statistics alone 5 to 7 %; the first update of a program, which compiles, 7 to 9
+s.
 """
 
 import dataclasses
