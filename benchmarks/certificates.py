@@ -12,6 +12,7 @@ median and largest shortfall.
 import itertools
 import sys
 
+import numpy as np
 import polars as pl
 
 from analysis.tables import Table, to_markdown
@@ -24,10 +25,10 @@ def shortfalls(rows: pl.DataFrame, by: str) -> Table:
     columns = ("rows", "closed to 1e-6", "short by > 1e-3", "> 1e-2", "median shortfall", "largest")
     lines = []
     for (value,), part in rows.sort(by).group_by([by], maintain_order=True):
-        short = (part["lower"] - part["prefix"]).clip(0)
-        closed = (part["upper"] - part["lower"] <= 1e-6).mean()
-        shares = (closed, (short > 1e-3).mean(), (short > 1e-2).mean())
-        ends = (short.median(), short.max())
+        short = (part["lower"] - part["prefix"]).clip(0).to_numpy()
+        width = (part["upper"] - part["lower"]).to_numpy()
+        shares = (np.mean(width <= 1e-6), np.mean(short > 1e-3), np.mean(short > 1e-2))
+        ends = (np.median(short), short.max())
         cells = (*(f"{100 * share:.2f} %" for share in shares), *(f"{end:.1e}" for end in ends))
         lines.append((str(value), str(part.height), *cells))
     return Table(
