@@ -8,16 +8,16 @@ calls in turn; every method stops where its own tolerance of 1e-2 says, matfree 
     matfree bidiag, 16 steps               0.9           0.9        9e-5
     matfree bidiag, 8 steps                0.6           0.4        9e-3, untold
     optax power iteration                  1.1           1.5        3e-4
-    scipy svds, a host call a product      4.2           4.7        9e-5
-    PyTorch jvp/vjp power iteration       > 100         > 100       3e-4 (its threads suffered most: not a fair figure)
-    dense jacfwd + SVD                    2000       no memory
+    scipy svds, a host call a product      4.2           1.7        9e-5
+    PyTorch jvp/vjp power iteration       160            39         3e-4 (its threads suffered most: no fair figure)
+    dense jacfwd + SVD                   1500         no memory
 
 A step costs what one of matfree's costs; sens takes a few more, because it stops when a bound, not an estimate, is
 within 1e-2, and it keeps no basis. matfree as a dependency would bring neither a status nor a bound.
 
-Block norm, CPU time: 14, 25, 51 ms for 1, 2, 4 rows (L 64, d 32): linear in rows; twice for twice the width; four times
+Block norm, CPU time: 12, 23, 49 ms for 1, 2, 4 rows (L 64, d 32): linear in rows; twice for twice the width; four times
 for twice the length, as the attention block's own L^2 goes. Brackets at rtol 1e-2: upper/lower 1.0001 over all rows at
-L = d = 32 (0.13 s), 1.002 at L = d = 64 (1.8 s), 1.0002 for four rows at L 256, d 128 (6.4 s, 140 MiB, where a dense
+L = d = 32 (0.1 s), 1.002 at L = d = 64 (1.7 s), 1.0002 for four rows at L 256, d 128 (6.4 s, 140 MiB, where a dense
 Jacobian has 4 GiB).
 """
 

@@ -105,7 +105,7 @@ def test_the_chain_of_bounds_holds(seed, scale, tau, shape, causal, rotary):
 
 
 @pytest.mark.parametrize("rotary", [False, True])
-def test_covariance_form_is_within_five_of_the_truth(rng, rotary, record_property):
+def test_covariance_form_is_within_five_of_the_truth(rng, rotary):
     ratios = []
     for seed in range(6):
         W = random_weights(np.random.default_rng(seed), 2, 2)
@@ -120,8 +120,7 @@ def test_covariance_form_is_within_five_of_the_truth(rng, rotary, record_propert
     ratios = np.array(ratios)
     assert ratios[:, 0].max() < 5
     assert ratios[:, 1].max() < 12
-    assert np.median(ratios[:, 2]) > 4 * np.median(ratios[:, 0])  # what the paper's form gives away
-    record_property("covariance, refined, local over Lambda, median", np.median(ratios, axis=0).round(2).tolist())
+    assert np.median(ratios[:, 2]) > 10 * np.median(ratios[:, 0])  # what the paper's form gives away: 45 against 2.3
 
 
 def test_without_a_rotation_identity_rotations_change_nothing(rng):
@@ -281,7 +280,7 @@ def test_ffn_bounds_hold_and_are_attained(rng, dtype):
 
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])
 @pytest.mark.parametrize("placement", ["pre", "post"])
-def test_layer_bounds_hold(rng, norm, placement, record_property):
+def test_layer_bounds_hold(rng, norm, placement):
     """Theorems 4.3 and 4.4 and the local forms against Lambda of the whole layer: true <= local <= paper's."""
     W = random_weights(rng, 2, 2)
     W_in, W_out = (jnp.asarray(rng.normal(size=shape) / 6) for shape in ((D, 2 * D), (2 * D, D)))
@@ -323,7 +322,9 @@ def test_layer_bounds_hold(rng, norm, placement, record_property):
         bounds.norm_local(gammas[1], sigma(into_second)).max(),
     )
     assert true.upper <= local <= paper
-    record_property("local, paper's over Lambda", [round(float(b / true.lower), 1) for b in (local, paper)])
+    # Some 15 times the truth with the actual sigma, over 10^4 times with sqrt(eps).
+    assert local < 30 * true.lower
+    assert paper > 100 * local
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=["causal", "full"])
