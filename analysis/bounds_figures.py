@@ -44,10 +44,10 @@ def against_bounds(tables: Mapping[str, pl.DataFrame]) -> Figure:
         layer.set_title("the whole layer")
         layer.set_xlabel("layer")
         layer.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for panel in axes[:, 0]:
-        panel.set_ylabel("(inf,rms) norm of the Jacobian")
-        panel.set_yscale("log")
-        panel.legend(loc="best")
+    for first, last in axes[:, [0, -1]]:
+        first.set_ylabel("(inf,rms) norm of the Jacobian")
+        first.set_yscale("log")
+        last.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 
 
@@ -73,21 +73,23 @@ def factors(runs: Sequence[Run]) -> Figure:
             (magnitude, run.layers, "magnitude"),
             (true, run.bounds, "lambda_lower"),
         ):
-            over = table.group_by("update").agg(high=pl.col(column).max(), middle=pl.col(column).median())
-            over = over.sort("update")
+            known = table.drop_nulls(column)
+            over = (
+                known.group_by("update").agg(high=pl.col(column).max(), middle=pl.col(column).median()).sort("update")
+            )
             panel.plot(over["update"], over["high"], **drawn)
             panel.plot(over["update"], over["middle"], **drawn | {"alpha": 0.4})
     for panel, title in (
-        (product, "(a) ‖W^Q‖ ‖W^K‖ ‖W^V‖ ‖W^O‖"),
-        (magnitude, "(b) Input of the attention, B_U"),
-        (true, "(c) Λ, lower end"),
+        (product, r"(a) $\Vert W^Q\Vert\,\Vert W^K\Vert\,\Vert W^V\Vert\,\Vert W^O\Vert$"),
+        (magnitude, "(b) Input of the attention, $B_U$"),
+        (true, "(c) Λ, lower end, sampled layers"),
     ):
         panel.set_title(title)
         panel.set_xlabel("update")
-        if panel.lines and any(len(line.get_xdata()) for line in panel.lines):
+        if any(line.get_xdata().size for line in panel.lines):
             log_axis(panel)
         else:
-            nothing_here(panel, "recorded with bounds_every")
+            nothing_here(panel, "not recorded")
     product.set_ylabel("largest and (pale) median over layers")
     run_legend(figure, runs)
     return figure

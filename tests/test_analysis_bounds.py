@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +167,16 @@ def test_a_variant_in_float64_has_what_applies_and_null_for_the_rest():
     json.dumps([lines, heads], allow_nan=False)
 
 
+def test_matrices_are_decomposed_one_at_a_time():
+    """On a CPU the batches of two decompositions side by side can wait for each other for ever (`sens.bounds.weights`)."""
+    streams = jax.ShapeDtypeStruct((VARIANT.n_layer, VARIANT.context, VARIANT.d_model), jnp.float32)
+    measure = jax.jit(functools.partial(bounds.measure_layer, VARIANT))
+    text = measure.lower(gpt.shapes(VARIANT), streams, jnp.int32(0), jax.random.key(0)).as_text()
+    operands = re.findall(r"@lapack_\w+\([^)]*\).*?: \(tensor<([0-9x]+)xf", text)
+    assert operands
+    assert all(operand.count("x") == 1 for operand in operands), operands
+
+
 def test_what_is_not_a_number_is_null():
     figures = dict.fromkeys(records.BOUND_COLUMNS, np.float32(1)) | {"covariance": np.float32(np.inf)}
     line = bounds.record_layer(
@@ -212,12 +223,11 @@ def test_what_does_not_fit_is_one_line(measured, capsys, options, message):
 
 
 def test_the_report_shows_the_bounds_where_they_were_measured(probed, tmp_path):
-    page = report.write_report(tmp_path, [probed]).read_text(encoding="utf-8")
-    assert "Attention and its bounds" in page
-    assert (tmp_path / "figures" / "figure_5a_bounds.svg").is_file()
-    assert (tmp_path / "figures" / "figure_5a_factors.svg").is_file()
-    tables = {table.title: table for table in bounds_figures.checkpoint_tables([probed])}
-    assert [len(table.rows) for table in tables.values()] == [2, 2, 6]
+    section = report._bounds([probed], tmp_path)
+    assert "Attention and its bounds" in section
+    assert {path.stem for path in tmp_path.glob("*.svg")} == {"figure_5a_bounds", "figure_5a_factors"}
+    assert [len(table.rows) for table in bounds_figures.checkpoint_tables([probed])] == [2, 2, 6]
+    assert report._bounds([dataclasses.replace(probed, path=tmp_path)], tmp_path) == ""
 
 
 def test_figure_5a_draws_lambda_and_every_bound_that_applies(probed):
