@@ -68,11 +68,8 @@ def measure_depth(
     length = jnp.linalg.norm(gradient.ravel())
     # The gradient goes as a vector of length one: squares of a vanishing one would underflow.
     unit = gradient / jnp.where(length > 0, length, 1)
-    measured = _backwards(
-        linked,
-        jnp.concatenate([probe_signs(key_product, probes, linked.end.shape, linked.end.dtype), unit[None]]),
-        linked.depth,
-    )
+    signs = probe_signs(key_product, probes, linked.end.shape, linked.end.dtype)
+    measured = _backwards(linked, jnp.concatenate([signs, unit[None]]), linked.depth)
     of_gradient = jax.tree.map(lambda figure: figure[-1], measured)
     scale = length * of_gradient.pop("scale")
     return {
@@ -177,7 +174,7 @@ def finite(value: Any) -> float | None:
 def probe_signs(
     key: PRNGKeyArray, probes: int, shape: tuple[int, ...], dtype: Any = jnp.float32
 ) -> Float[Array, "probes ..."]:
-    """Random signs, one cotangent a probe: ``E u u^T = I`` with the least variance of ``<u, P u>`` off the diagonal."""
+    """Random signs, one cotangent a probe: ``E u u^T = I``, and ``||u||^2`` is exactly the number of coordinates."""
     if probes < 2:
         raise ValueError(f"probes must be at least 2, for a standard error; got {probes}")
     return jax.random.rademacher(key, (probes, *shape), dtype)
