@@ -168,7 +168,7 @@ def test_a_variant_in_float64_has_what_applies_and_null_for_the_rest():
 
 
 def test_matrices_are_decomposed_one_at_a_time():
-    """On a CPU the batches of two decompositions side by side can wait for each other for ever (`sens.bounds.weights`)."""
+    """On a CPU batches decomposed side by side can wait for each other for ever (`sens.bounds.weights`)."""
     streams = jax.ShapeDtypeStruct((VARIANT.n_layer, VARIANT.context, VARIANT.d_model), jnp.float32)
     measure = jax.jit(functools.partial(bounds.measure_layer, VARIANT))
     text = measure.lower(gpt.shapes(VARIANT), streams, jnp.int32(0), jax.random.key(0)).as_text()
