@@ -28,7 +28,7 @@ from analysis import depth
 from models import ModelConfig, gpt
 
 try:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise SystemExit("this benchmark compares with torch.func: install torch") from error
 

@@ -97,7 +97,7 @@ def by_optax(f: Callable, x: jax.Array) -> Callable[[], float]:
 
 
 def by_matfree(f: Callable, x: jax.Array, steps: int) -> Callable[[], float]:
-    from matfree import decomp, eig
+    from matfree import decomp, eig  # pyright: ignore[reportMissingImports]
 
     svd = eig.svd_partial(decomp.bidiag(steps))
 
@@ -131,7 +131,7 @@ def by_dense(f: Callable, x: jax.Array) -> Callable[[], float]:
 
 
 def by_torch(weights: Any, x: jax.Array) -> Callable[[], float]:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     query, key, value, out = (torch.from_numpy(w) for w in weights[:4])
     mask = torch.from_numpy(weights[4])
