@@ -43,14 +43,13 @@ def row_quantities(
 
 def measure_rows(model: ModelConfig, params: gpt.Params, tokens: Int[Array, "b t"], layers: Sequence[int]) -> Rows:
     """Quantities of all rows of some layers, holding one layer's attention at a time. Call it under `jax.jit`."""
-    t = tokens.shape[-1]
-    causal = (jnp.arange(t)[:, None] >= jnp.arange(t)[None, :]).reshape(1, 1, t, t)
+    seen = gpt.support(model, tokens.shape[-1])
     _, entering = gpt.scan_blocks(model, params, gpt.embed(model, params, tokens), collect=lambda _, x: x)
     index = jnp.asarray(layers)
 
     def measure(layer_and_x):
         layer, x = layer_and_x
-        return row_quantities(gpt.attention_weights(model, gpt.layer(params, layer), x), causal)
+        return row_quantities(gpt.attention_weights(model, gpt.layer(params, layer), x), seen)
 
     return jax.lax.map(measure, (index, entering[index]))
 

@@ -11,7 +11,17 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.plotting import REFERENCE, colour, line_styles, log_axis, new_figure, nothing_here, run_legend, styled
+from analysis.plotting import (
+    REFERENCE,
+    colour,
+    line_styles,
+    log_axis,
+    name_axes,
+    new_figure,
+    nothing_here,
+    run_legend,
+    styled,
+)
 from analysis.records import TERMS, Run
 from analysis.tables import Table
 
@@ -34,7 +44,9 @@ def profiles(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Figure:
     figure, ((pre, post), (gradient, share)) = new_figure(2, 2, height=6.8)
     for panel, letter, placement in ((pre, "a", "pre"), (post, "b", "post")):
         found = [(run, depth) for run, depth in zip(runs, depths, strict=True) if run.placement == placement]
-        _label(panel, f"({letter}) {placement}-LN: gain from here to the output", "sublayer", "root mean square gain")
+        name_axes(
+            panel, f"({letter}) {placement}-LN: gain from here to the output", "sublayer", "root mean square gain"
+        )
         if found:
             _gains(panel, placement, found)
         else:
@@ -43,8 +55,8 @@ def profiles(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Figure:
         drawn = {"color": colour(run), "linestyle": style}
         gradient.plot(depth["sublayer"], depth["gradient"], **drawn)
         share.plot(depth["sublayer"], depth["gradient_share_bare"], **drawn)
-    _label(gradient, "(c) Gradient of the loss by depth", "sublayer", r"$\Vert\partial\,loss/\partial X_l\Vert$")
-    _label(share, "(d) Share of the bare term in that gradient", "sublayer", "signed share of squared norm")
+    name_axes(gradient, "(c) Gradient of the loss by depth", "sublayer", r"$\Vert\partial\,loss/\partial X_l\Vert$")
+    name_axes(share, "(d) Share of the bare term in that gradient", "sublayer", "signed share of squared norm")
     _share_axis(share)
     log_axis(gradient)
     run_legend(figure, runs)
@@ -87,7 +99,7 @@ def depth_map(pairs: Mapping[str, pl.DataFrame]) -> Figure:
             grid[row, table["start"].to_numpy()] = logs[term].to_numpy()
             mesh = panel.pcolormesh(*edges, grid, rasterized=True, **colours)
             figure.colorbar(mesh, ax=panel)
-            _label(panel, f"{name}: {what}", "from sublayer", "to sublayer (top edge)")
+            name_axes(panel, f"{name}: {what}", "from sublayer", "to sublayer (top edge)")
             panel.grid(visible=False)
     return figure
 
@@ -101,8 +113,8 @@ def over_training(runs: Sequence[Run]) -> Figure:
         drawn = {"color": colour(run), "linestyle": style, "marker": "o", "markersize": 3}
         gain.plot(table["update"], table["gain"], **drawn)
         share.plot(table["update"], table["share_bare"], **drawn)
-    _label(gain, "(a) Gain from above block 0 to the output", "update", "root mean square gain")
-    _label(share, "(b) Share of the bare term in it", "update", "signed share of squared norm")
+    name_axes(gain, "(a) Gain from above block 0 to the output", "update", "root mean square gain")
+    name_axes(share, "(b) Share of the bare term in it", "update", "signed share of squared norm")
     log_axis(gain)
     _share_axis(share)
     run_legend(figure, runs)
@@ -186,9 +198,3 @@ def _ranges(numbers: np.ndarray) -> str:
 
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.3g}"
-
-
-def _label(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_title(title)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)

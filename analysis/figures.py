@@ -10,7 +10,6 @@ import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from analysis.plotting import (
     BRACKET_COLOUR,
@@ -25,6 +24,7 @@ from analysis.plotting import (
     d_axis,
     line_styles,
     log_axis,
+    name_axes,
     new_figure,
     nothing_here,
     placements,
@@ -64,10 +64,10 @@ def trajectories(runs: Sequence[Run], *, unigram_entropy: float | None = None) -
     if unigram_entropy is not None:
         loss.axhline(unigram_entropy, **REFERENCE, label=f"unigram entropy, {unigram_entropy:.2f}")
         loss.legend(loc="upper right")
-    _label(loss, "(a) Loss", "update", "nats per token")
-    _label(norm, "(b) Gradient norm before clipping, spikes ringed", "update", "global norm")
-    _label(certificate, "(c) Prefix certificate: medians, 5th to 95th percentile", "update", "certificate of θ")
-    _label(profile, "(d) Gradient norm of each block, last record", "block", "norm")
+    name_axes(loss, "(a) Loss", "update", "nats per token")
+    name_axes(norm, "(b) Gradient norm before clipping, spikes ringed", "update", "global norm")
+    name_axes(certificate, "(c) Prefix certificate: medians, 5th to 95th percentile", "update", "certificate of θ")
+    name_axes(profile, "(d) Gradient norm of each block, last record", "block", "norm")
     log_axis(norm)
     log_axis(profile)
     certificate.set_ylim(-0.03, 1.03)
@@ -94,8 +94,8 @@ def identity_check(verification: Verification) -> Figure:
     errors.axvline(verification.tolerance, **REFERENCE, label=f"tolerance {verification.tolerance:.0e}")
     errors.set_xscale("log")
     errors.set_xlim(floor * 0.7, 3 * max([verification.tolerance, *(check.worst for check in verification.checks)]))
-    _label(sides, "(a) Both sides, float64", "θ / τ by all subsets", "‖J‖ by all sign vectors")
-    _label(errors, "(b) Relative error (equal: at the left edge)", "relative error", "share of rows at or below")
+    name_axes(sides, "(a) Both sides, float64", "θ / τ by all subsets", "‖J‖ by all sign vectors")
+    name_axes(errors, "(b) Relative error (equal: at the left edge)", "relative error", "share of rows at or below")
     sides.legend(loc="upper left")
     errors.legend(loc="lower center" if verification.passed else "best")
     return figure
@@ -113,10 +113,10 @@ def sharpening(runs: Sequence[Run]) -> Figure:
         for placement, group in groups.items():
             layers = envelope(group, quantity, quantity, low_statistic="mean", high_statistic="mean")
             band(panel, layers, PLACEMENT_COLOURS[placement])
-    _label(axes[0, 0], "(a) Normalised entropy, mean; band: all layers", "update", "H / log support")
-    _label(axes[0, 1], "(b) Largest entry of a row, mean; band: all layers", "update", "mean row maximum")
+    name_axes(axes[0, 0], "(a) Normalised entropy, mean; band: all layers", "update", "H / log support")
+    name_axes(axes[0, 1], "(b) Largest entry of a row, mean; band: all layers", "update", "mean row maximum")
     for panel, letter, placement in zip(axes[1], "cd", ("pre", "post"), strict=True):
-        _label(panel, f"({letter}) {placement}-LN: θ, median and 5th to 95th percentile", "update", D_LABEL)
+        name_axes(panel, f"({letter}) {placement}-LN: θ, median and 5th to 95th percentile", "update", D_LABEL)
         d_axis(panel)
         if placement in groups:
             _sensitivity(panel, groups[placement])
@@ -181,9 +181,9 @@ def theta_against_p_max(rows: dict[str, pl.DataFrame]) -> Figure:
                 open_rows["p_max"], scale(open_rows["lower"].to_numpy()), scale(open_rows["upper"].to_numpy()),
                 color=BRACKET_COLOUR, alpha=0.45, lw=0.8, zorder=2, rasterized=True,
             )  # fmt: skip
-        _label(theta, f"{name}: {drawn.height} of {table.height} rows", "", "θ")
+        name_axes(theta, f"{name}: {drawn.height} of {table.height} rows", "", "θ")
         theta.set_ylim(-0.03, 1.03)
-        _label(d, "the same rows", "largest entry of the row", D_LABEL)
+        name_axes(d, "the same rows", "largest entry of the row", D_LABEL)
         d_axis(d)
         d.set_xlim(-0.02, 1.02)
     legend = axes[0, 0].legend(loc="lower left", markerscale=2.5)
@@ -211,13 +211,13 @@ def through_depth(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Figure
             share.plot(part["sublayer"], part["identity_share"], **dots)
             if run.placement == "post":
                 contraction.plot(part["sublayer"], part["a_max"], **dots)
-    _label(
+    name_axes(
         share,
         "(a) Identity share of each sublayer (○ attention, □ FFN)",
         "sublayer",
         "squared cosine with the identity",
     )
-    _label(
+    name_axes(
         contraction,
         "(b) post-LN: $a_k$, greatest and (pale) mean over tokens",
         "sublayer",
@@ -230,11 +230,3 @@ def through_depth(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Figure
         nothing_here(contraction, "no post-LN run probed")
     run_legend(figure, runs)
     return figure
-
-
-def _label(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_title(title)
-    axes.set_xlabel(x)
-    if x in ("update", "block", "sublayer"):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylabel(y)

@@ -10,7 +10,7 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from analysis.records import Run
 
@@ -124,6 +124,15 @@ def log_axis(axes: Axes) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
+
+
+def name_axes(axes: Axes, title: str, x: str, y: str) -> None:
+    """Title and axis names; an axis that counts gets whole-number ticks."""
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    if x in ("update", "block", "sublayer"):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel(y)
 
 
 def nothing_here(axes: Axes, text: str) -> None:

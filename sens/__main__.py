@@ -181,6 +181,8 @@ def train(arguments: Sequence[str]) -> None:
         """Also write TensorBoard events into the run's directory."""
 
     options = _parse(Train, "train", arguments, Train(tyro.MISSING, defaults.model, defaults.train))
+    if options.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        raise UsageError("--tensorboard needs tensorboardX; remedy: pip install 'sens[tensorboard]'")
     from train import progress
     from train.loop import train as run
     from train.presets import RunConfig
