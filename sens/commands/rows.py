@@ -1,0 +1,137 @@
+"""Commands on attention rows: verify, theta, inspect."""
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from sens.commands import UsageError, parse
+
+
+def verify(arguments: Sequence[str]) -> None:
+    """`sens verify`."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Verify:
+        """Check ||J_tau(u)||_{inf->1} = theta(p)/tau: all sign vectors on the left, all subsets on the right."""
+
+        lengths: tuple[int, ...] = (8, 16)
+        """Row lengths, up to 20: the work doubles with each."""
+        rows: int = 500
+        """Random logit rows for each length."""
+        seed: int = 0
+        """Of the logits."""
+        out: Path = Path("verify.json")
+        """Where the numbers go."""
+
+    options = parse(Verify, "verify", arguments)
+    from analysis.identity import verify as run
+
+    if not options.lengths or not all(2 <= length <= 20 for length in options.lengths):
+        raise UsageError(f"lengths must be from 2 to 20, got {' '.join(map(str, options.lengths)) or 'none'}")
+    if options.rows < 1:
+        raise UsageError(f"rows must be at least 1, got {options.rows}")
+    run(options.out, options.lengths, options.rows, options.seed, show=print)
+
+
+def theta(arguments: Sequence[str]) -> None:
+    """`sens theta`."""
+    import tyro
+
+    @dataclasses.dataclass(frozen=True)
+    class Theta:
+        """Theta of every probability row in a file, known from both sides: statistics for each layer and head."""
+
+        file: Annotated[Path, tyro.conf.Positional]
+        """.npy, .npz or .parquet; rows along the last axis, any leading axes (layer, head, query)."""
+        where: Path | None = None
+        """A file of boolean arrays, False where a row is masked."""
+        tol: float = 1e-6
+        """Width at which a bracket is narrow enough."""
+        out: Path | None = None
+        """Write all statistics there, as parquet."""
+
+    options = parse(Theta, "theta", arguments)
+    import polars as pl
+    import rich.console
+
+    from analysis import rows, tables
+    from analysis.rows_table import theta_table
+    from train import progress
+
+    if not options.tol > 0:
+        raise UsageError(f"tol must be positive, got {options.tol}")
+    with progress.counting(str(options.file)) as done:
+        found = rows.thetas_of_file(
+            options.file, options.where, options.tol, lambda _name, finished, total: done(finished, total)
+        )
+        summaries = [rows.summary(array) for array in found]
+    rich.console.Console().print(tables.to_rich(theta_table(summaries)))
+    if options.out is not None:
+        pl.concat(summaries).write_parquet(options.out)
+        print(f"wrote {options.out}")
+
+
+def inspect(arguments: Sequence[str]) -> None:
+    """`sens inspect`."""
+    import tyro
+
+    @dataclasses.dataclass(frozen=True)
+    class Inspect:
+        """Theta, largest entry, entropy and sink mass of every attention row of a published model, on a text."""
+
+        model: Annotated[Path, tyro.conf.Positional]
+        """A directory in the hub's layout (config.json, safetensors), a .gguf file, or glassllm's .npz."""
+        text: Annotated[Path, tyro.conf.arg(help_behavior_hint="(required)")]
+        """The text: a file, or - for standard input."""
+        out: Path = Path("inspect")
+        """Where inspect.parquet and report.html go."""
+        length: int | None = None
+        """Tokens in a sequence; by default 512, or the model's positions if they are fewer."""
+        sequences: int = 1
+        """Sequences to measure, from the text's start."""
+        tau: float = 1.0
+        """Factor on the model's softmax temperature."""
+        tokenizer: Path | None = None
+        """A tokenizer's file or directory, instead of the model's own."""
+        head: tuple[int, int] | None = None
+        """Layer and head whose theta shades the text; by default the one with the most dominated rows."""
+        rows: bool = False
+        """Also write rows.parquet: a line an attention row."""
+        compare: Path | None = None
+        """Another model, set beside the first."""
+        compare_tau: float | None = None
+        """Factor on the temperature of that other model, or of the same one."""
+
+    options = parse(Inspect, "inspect", arguments)
+    from analysis import inspect_report
+    from analysis.inspect import open_and_inspect, read_text
+    from train import progress
+
+    for name in ("length", "sequences", "tau", "compare_tau"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise UsageError(f"{name.replace('_', '-')} must be positive, got {value}")
+    text = read_text(options.text)
+    pairs = [(options.model, options.tau)]
+    if options.compare is not None or options.compare_tau is not None:
+        pairs.append((options.compare or options.model, options.compare_tau or options.tau))
+    found = []
+    for model, tau in pairs:
+        with progress.counting(str(model)) as done:
+            found.append(
+                open_and_inspect(
+                    model,
+                    text,
+                    tokenizer=options.tokenizer,
+                    length=options.length,
+                    sequences=options.sequences,
+                    tau=tau,
+                    progress=done,
+                )
+            )
+    command = "sens inspect " + shlex.join(arguments)
+    out = inspect_report.write(options.out, found, command=command, head=options.head, rows=options.rows)
+    inspect_report.show(found)
+    print(f"wrote {out / 'report.html'}")

