@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 import sens
 from analysis.records import QUANTITIES, STATISTICS
@@ -24,23 +24,6 @@ def sampled_layers(n_layer: int) -> tuple[int, ...]:
     return tuple(sorted({0, n_layer // 4, n_layer // 2, 3 * n_layer // 4, n_layer - 1}))
 
 
-def row_quantities(
-    p: Float[Array, "*rows n"], where: Bool[Array, "#*rows n"] | None = None
-) -> dict[str, Float[Array, "*rows"]]:
-    """The `QUANTITIES` of probability rows over their supports; `entropy` is NaN where the support is one."""
-    mask = None if where is None else jnp.broadcast_to(where, p.shape)
-    support = jnp.full(p.shape[:-1], p.shape[-1]) if mask is None else jnp.sum(mask, axis=-1)
-    bracket = sens.theta_bracket(p, where=mask)
-    return {
-        "entropy": jnp.where(support > 1, sens.normalised_entropy(p, where=mask), jnp.nan),
-        "p_max": jnp.max(p, axis=-1),
-        "prefix": sens.theta_prefix(p, where=mask),
-        "lower": bracket.lower,
-        "upper": bracket.upper,
-        "width": bracket.upper - bracket.lower,
-    }
-
-
 def measure_rows(model: ModelConfig, params: gpt.Params, tokens: Int[Array, "b t"], layers: Sequence[int]) -> Rows:
     """Quantities of all rows of some layers, holding one layer's attention at a time. Call it under `jax.jit`."""
     seen = gpt.support(model, tokens.shape[-1])
@@ -49,7 +32,7 @@ def measure_rows(model: ModelConfig, params: gpt.Params, tokens: Int[Array, "b t
 
     def measure(layer_and_x):
         layer, x = layer_and_x
-        return row_quantities(gpt.attention_weights(model, gpt.layer(params, layer), x), seen)
+        return sens.attention_stats(gpt.attention_weights(model, gpt.layer(params, layer), x), seen)._asdict()
 
     return jax.lax.map(measure, (index, entering[index]))
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from analysis.attention import row_quantities, summarise
+import sens
+from analysis.attention import summarise
 from models import ModelConfig, gpt
 from models.pretrained import ModelError, Pretrained, open_model
 from models.pretrained.tokenizer import Tokenizer
@@ -28,9 +29,9 @@ from models.pretrained.tokenizer import load as load_tokenizer
 DOMINANT = 2 / 3
 """A row with a larger atom has theta = 4 p_max (1 - p_max) < 8/9, any other at least 8/9 (the dichotomy)."""
 
-QUANTITIES = ("lower", "upper", "prefix", "p_max", "entropy", "dominant", "sink")
-"""Of a row: theta's bracket, prefix certificate, largest entry, normalised entropy, whether p_max > 2/3 (the mean is
-the share of such rows), and the mass on its head's sink, the token with the most mass over the sequence."""
+QUANTITIES = (*sens.AttentionStats._fields, "dominant", "sink")
+"""Of a row: `sens.AttentionStats`, whether p_max > 2/3 (the mean is the share of such rows), and the mass on its head's
+sink, the token with the most mass over the sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,14 +196,12 @@ def _forward(
 @jax.jit
 def _measure(p: Float[Array, "h t t"], mask: Bool[Array, "1 t t"], where: Bool[Array, " t"]) -> Any:
     """The `QUANTITIES` of a layer's rows, each head's sink, and which rows are left out."""
-    sink = jnp.argmax(jnp.sum(jnp.where(where[None, :, None], p, 0), axis=-2), axis=-1)
-    rows = row_quantities(p, mask)
-    rows["dominant"] = (rows["p_max"] > DOMINANT).astype(p.dtype)
-    rows["sink"] = jnp.take_along_axis(p, sink[:, None, None], axis=-1)[..., 0]
-    left_out = jnp.broadcast_to(~(where[None] & (jnp.sum(mask, axis=-1) > 1)), rows["lower"].shape)
+    stats, sinks = sens.attention_stats(p, mask), sens.attention_sinks(p, where[None, :, None])
+    rows = {**stats._asdict(), "dominant": (stats.p_max > DOMINANT).astype(p.dtype), "sink": sinks.mass}
+    left_out = jnp.broadcast_to(~(where[None] & (jnp.sum(mask, axis=-1) > 1)), stats.lower.shape)
     return {
         "rows": {name: jnp.where(left_out, jnp.nan, rows[name]) for name in QUANTITIES},
-        "sink": sink.astype(jnp.int32),
+        "sink": sinks.position.astype(jnp.int32),
         "left_out": left_out,
     }
 

@@ -1,6 +1,7 @@
 """Exact attention sensitivity: theta, the softmax's norms, certified operator norms. Pure functions on jax arrays."""
 
 from sens import bounds
+from sens.attention import AttentionStats, Sinks, attention_sinks, attention_stats
 from sens.bracket import Bracket, theta_bracket
 from sens.norms import norm_inf_rms, norm_inf_two
 from sens.operators import BlockNorm, block_operator_norm
@@ -19,10 +20,14 @@ from sens.theta import theta_bounds_from_p_max, theta_exact, theta_prefix, theta
 from sens.verify import IdentityCheck, verify_identity
 
 __all__ = [
+    "AttentionStats",
     "BlockNorm",
     "Bracket",
     "IdentityCheck",
+    "Sinks",
     "SpectralNorm",
+    "attention_sinks",
+    "attention_stats",
     "bisect",
     "block_operator_norm",
     "bounds",
