@@ -194,9 +194,11 @@ def _sorted_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
 
 
 def _deep_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
-    """All signs of the thirteen largest entries, the rest folded in descending order."""
+    """All signs of the thirteen largest entries, the rest folded in descending order; clusters of nearly equal ones."""
     ordered = discrepancy.sort_descending(on_grid(p).T)
-    return _head_bounds(ordered[:13], ordered[13:], total, p.shape[-1])
+    lo, hi = jax.vmap(discrepancy.clusters_bounds)(ordered.T, total)
+    head = _head_bounds(ordered[:13], ordered[13:], total, p.shape[-1])
+    return head._replace(lo=jnp.maximum(lo, head.lo), hi=jnp.minimum(hi, head.hi))
 
 
 def _head_bounds(head: Int[Array, "k C"], rest: Int[Array, "m C"], total: Int[Array, " C"], n: int) -> _Bounds:

@@ -7,11 +7,14 @@ vector units and a GPU's threads both want.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
+CLUSTERS = 4  # that a row is cut into
+CHOICES = 2**12  # of numbers of plus signs in all clusters but one
 UNROLLED = 64  # a fold over at most this many numbers is written out, a longer one is a loop
 
 
@@ -121,3 +124,54 @@ def pairs_upper(q: Int[Array, "n C"]) -> Int[Array, " C"]:
     differences = jnp.where(i < support // 2, q[: n // 2] - smallest, 0)
     middle = jnp.where(support % 2 == 1, jnp.take_along_axis(q, support // 2, axis=0), 0)
     return fold(differences, middle[0])
+
+
+def clusters_bounds(q: Int[Array, " n"], total: Int[Array, ""]) -> tuple[Int[Array, ""], ...]:
+    """Bounds (lower, upper) on D of one sorted row whose numbers are few values, up to a small spread about each.
+
+    The row is cut at its widest gaps into at most four clusters. Of a cluster of m numbers some k get a plus sign;
+    between the k smallest and the k largest of them its signed sum lies in an interval whose two ends are attained, and
+    grow with k. Over all k of the smaller clusters, and the two k of the largest that bring the sum next to zero on
+    either side (by bisection), D is at least the least distance of the sum of intervals from zero and at most the least
+    absolute value of its ends. Where numbers are equal in each cluster the two agree. Fewer cuts are made where the
+    choices of k would be more than `CHOICES`.
+    """
+    starts, sizes, choices = _clusters(q)
+    sums = jnp.pad(jnp.cumsum(q, dtype=q.dtype), (1, 0))
+    start, stop = starts[:, None], (starts + sizes)[:, None]
+    k = jnp.minimum(jnp.arange(q.shape[0] + 1, dtype=jnp.int32), sizes[:, None])
+    least = (sums[stop] - sums[stop - k]) - (sums[stop - k] - sums[start])
+    most = (sums[start + k] - sums[start]) - (sums[stop] - sums[start + k])
+
+    low = high = jnp.zeros(choices, q.dtype)
+    rest = jnp.arange(choices, dtype=jnp.int32)
+    for cluster in range(CLUSTERS - 1):
+        digit, rest = rest % (sizes[cluster] + 1), rest // (sizes[cluster] + 1)
+        low, high = low + least[cluster, digit], high + most[cluster, digit]
+    above = jnp.searchsorted(most[-1], -high).astype(jnp.int32)
+    sides = jnp.clip(jnp.stack([above - 1, above]), 0, sizes[-1])
+    low, high = low + least[-1, sides], high + most[-1, sides]
+    away, nearest = jnp.maximum(jnp.maximum(low, -high), 0), jnp.minimum(jnp.abs(low), jnp.abs(high))
+    return tuple(jnp.min(jnp.where(rest == 0, end, total)) for end in (away, nearest))
+
+
+def _clusters(q: Int[Array, " n"]) -> tuple[Int[Array, " k"], Int[Array, " k"], int]:
+    """Starts and sizes of a sorted row's clusters, the largest last, and how many choices of k suffice for any row."""
+    n = q.shape[0]
+    choices = max(n // 2 + 1, min((n // CLUSTERS + 1) ** (CLUSTERS - 1), CHOICES))
+    support = jnp.sum(q > 0, dtype=jnp.int32)
+    gaps = jnp.pad(jnp.where(q[1:] > 0, q[:-1] - q[1:], -1), (0, max(0, CLUSTERS - n)), constant_values=-1)
+    widest, place = lax.top_k(gaps, CLUSTERS - 1)
+    cuts = jnp.where(widest > 0, place + 1, support)
+
+    def cut(count):
+        edges = jnp.sort(jnp.where(jnp.arange(CLUSTERS - 1) < count, cuts, support))
+        starts = jnp.pad(edges, (1, 0))
+        sizes = jnp.append(edges, support) - starts
+        order = jnp.argsort(sizes)
+        needed = jnp.prod((sizes[order[:-1]] + 1).astype(float))
+        return starts[order], sizes[order], needed <= choices
+
+    starts, sizes, fits = jax.vmap(cut)(jnp.arange(CLUSTERS))
+    finest = CLUSTERS - 1 - jnp.argmax(fits[::-1])
+    return starts[finest], sizes[finest], choices

@@ -33,6 +33,9 @@ def rows_of(kind: str, count: int, n: int, rng: np.random.Generator) -> np.ndarr
         p = rng.integers(1, 4, (count, n)).astype(float)
     elif kind == "lattice":
         p = rng.multinomial(rng.integers(3, 60), np.full(n, 1 / n), count).astype(float)
+    elif kind == "clusters":
+        p = rng.uniform(0.1, 1, (count, 3))[np.arange(count)[:, None], rng.integers(0, 3, (count, n))]
+        p *= 1 + rng.choice([0, 1e-7, 1e-3], (count, 1)) * rng.random((count, n))
     elif kind == "near half":
         p = rng.dirichlet(np.ones(n), count) / 2
         p[:, 0] = 0.5 + rng.standard_normal(count) * 10.0 ** rng.uniform(-9, -2, count)
@@ -48,7 +51,7 @@ def rows_of(kind: str, count: int, n: int, rng: np.random.Generator) -> np.ndarr
     return p / p.sum(-1, keepdims=True)
 
 
-KINDS = ("softmax", "dirichlet", "tied", "lattice", "near half", "one-hot", "denormal", "uniform")
+KINDS = ("softmax", "dirichlet", "tied", "lattice", "clusters", "near half", "one-hot", "denormal", "uniform")
 
 
 def exact_difference(row: np.ndarray) -> tuple[int, int]:
@@ -129,6 +132,20 @@ def test_less_uniform_rows_of_odd_support_close(rng):
     u = np.where(np.arange(128) < lengths[:, None], 0.1 * rng.standard_normal((lengths.size, 128)), -np.inf)
     lower, upper = bracket(jax.nn.softmax(jnp.asarray(u, np.float32)))
     assert jnp.max(upper - lower) <= 1e-6
+
+
+@pytest.mark.float32
+def test_rows_of_a_few_values_close(rng, dtype):
+    """Last layers of a plateaued post-LN model: one key stands out, the others share two values up to rounding."""
+    rows = []
+    for n in range(4, 65):
+        u = np.full(64, -np.inf)
+        u[:n] = rng.choice([0.0, 0.06], n) + 1e-7 * rng.integers(0, 3, n)
+        u[rng.integers(n)] = rng.uniform(0, 4)
+        rows.append(u)
+    lower, upper = bracket(jax.nn.softmax(jnp.asarray(np.array(rows), dtype)))
+    assert jnp.max(upper - lower) <= 1e-6
+    assert jnp.sum(upper < 1 - 1e-5) > 10  # D of a lattice, not a difference that happens to vanish
 
 
 @pytest.mark.float32

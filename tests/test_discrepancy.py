@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,6 +42,25 @@ def test_upper_and_lower_bounds_hold_and_meet(rng):
     assert np.all(lower <= exact)
     np.testing.assert_array_equal(lower[:20], exact[:20])
     np.testing.assert_array_equal(jnp.min(discrepancy.head_sums(ordered), axis=0), exact)
+
+
+@pytest.mark.float32
+@pytest.mark.parametrize("n", [1, 2, 5, 9, 12])
+def test_bounds_by_clusters_hold_and_are_exact_for_few_values(rng, n):
+    columns = 200
+    q = rng.choice([1000, 730, 51], (columns, n)).astype(np.int32)
+    q[::2] += rng.integers(0, 9, (columns // 2, n)).astype(np.int32)
+    q[1::8] = rng.integers(0, 50, q[1::8].shape)
+    q[3::8, n // 2 :] = 0
+    q = -np.sort(-q, axis=1)
+    lower, upper = jax.vmap(discrepancy.clusters_bounds)(jnp.asarray(q), jnp.asarray(q.sum(1, dtype=np.int32)))
+    exact = np.array([exhaustive(row) for row in q], np.int32)
+    assert np.all(lower <= exact)
+    assert np.all(upper >= exact)
+    few = (np.arange(columns) % 8 == 5) | (np.arange(columns) % 8 == 7)
+    np.testing.assert_array_equal(lower[few], exact[few])
+    np.testing.assert_array_equal(upper[few], exact[few])
+    assert np.all((upper - lower)[::2] <= 2 * 9 * n)
 
 
 @pytest.mark.float32
