@@ -139,7 +139,7 @@ def clusters_bounds(q: Int[Array, " n"], total: Int[Array, ""]) -> tuple[Int[Arr
     starts, sizes, choices = _clusters(q)
     sums = jnp.pad(jnp.cumsum(q, dtype=q.dtype), (1, 0))
     start, stop = starts[:, None], (starts + sizes)[:, None]
-    k = jnp.minimum(jnp.arange(q.shape[0] + 1, dtype=jnp.int32), sizes[:, None])
+    k = jnp.minimum(jnp.arange(q.shape[0] + 1, dtype=jnp.int32)[None], sizes[:, None])
     least = (sums[stop] - sums[stop - k]) - (sums[stop - k] - sums[start])
     most = (sums[start + k] - sums[start]) - (sums[stop] - sums[start + k])
 
