@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from models import sharding
 from models.config import ModelConfig
 from models.layers import Block, Ends
 from models.layers import support as support
@@ -37,11 +38,11 @@ def _graphdef(config: ModelConfig, module: type[Block] | type[Ends]) -> nnx.Grap
 
 
 def _block(config: ModelConfig, block_params: Params) -> Block:
-    return nnx.merge(_graphdef(config, Block), block_params)
+    return nnx.merge(_graphdef(config, Block), sharding.gathered(block_params, "blocks"))
 
 
 def _ends(config: ModelConfig, params: Params) -> Ends:
-    return nnx.merge(_graphdef(config, Ends), params["ends"])
+    return nnx.merge(_graphdef(config, Ends), sharding.gathered(params["ends"], "ends"))
 
 
 def init(config: ModelConfig, key: PRNGKeyArray) -> Params:
@@ -220,7 +221,7 @@ def scan_blocks(
     return jax.lax.scan(step, x, (params["blocks"], keys))
 
 
-def apply(
+def stream(
     config: ModelConfig,
     params: Params,
     tokens: Int[Array, "*b t"],
@@ -229,12 +230,25 @@ def apply(
     where: Bool[Array, "*b t"] | None = None,
     token_types: Int[Array, "*b t"] | None = None,
     remat: bool = False,
-) -> Float[Array, "*b t v"]:
-    """Logits of every position; with a key in training mode (dropout), without in evaluation mode."""
+) -> Float[Array, "*b t d"]:
+    """The residual stream that leaves the last block; with a key in training mode (dropout)."""
     key_embed, key_blocks = (None, None) if key is None else jax.random.split(key)
     x = embed(config, params, tokens, key_embed, token_types=token_types)
-    x, _ = scan_blocks(config, params, x, key_blocks, where=where, remat=remat)
-    return logits(config, params, x)
+    return scan_blocks(config, params, x, key_blocks, where=where, remat=remat)[0]
+
+
+def apply(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "*b t"],
+    key: PRNGKeyArray | None = None,
+    **options: Any,
+) -> Float[Array, "*b t v"]:
+    """Logits of every position; with a key in training mode (dropout), without in evaluation mode.
+
+    `options` are those of `stream`.
+    """
+    return logits(config, params, stream(config, params, tokens, key, **options))
 
 
 def hidden_states(

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from models.config import ModelConfig
+from models.sharding import constrain
 
 
 def dropout(x: Float[Array, "*shape"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "*shape"]:
@@ -131,7 +132,7 @@ class Attention(nnx.Module):
 
     def _heads(self, x: Float[Array, "*b t i"]) -> Float[Array, "*b t h c"]:
         """By query head: a key or value head stands once for each query head that shares it."""
-        heads = x.reshape(*x.shape[:-1], -1, self.config.d_head)
+        heads = constrain(x.reshape(*x.shape[:-1], -1, self.config.d_head), "heads")
         shared_by = self.config.n_head // heads.shape[-2]
         return heads if shared_by == 1 else jnp.repeat(heads, shared_by, axis=-2)
 
@@ -154,7 +155,7 @@ class Attention(nnx.Module):
         )
         mask = support(self.config, u.shape[-2], where)
         mask = mask.reshape((1,) * (scores.ndim - mask.ndim) + mask.shape)
-        return jax.nn.softmax(scores, axis=-1, where=mask)
+        return constrain(jax.nn.softmax(scores, axis=-1, where=mask), "rows")
 
     def __call__(
         self, u: Float[Array, "*b t d"], key: PRNGKeyArray | None = None, where: Bool[Array, "*b t"] | None = None
@@ -181,7 +182,7 @@ class FeedForward(nnx.Module):
             hidden = jax.nn.silu(self.gate(u)) * self.up(u)
         else:
             hidden = jax.nn.gelu(self.up(u), approximate=self.config.ffn == "gelu_tanh")
-        return dropout(self.down(hidden), self.config.dropout, key)
+        return dropout(self.down(constrain(hidden, "hidden")), self.config.dropout, key)
 
 
 class Block(nnx.Module):
@@ -241,7 +242,8 @@ class Block(nnx.Module):
         self, x: Float[Array, "*b t d"], key: PRNGKeyArray | None = None, where: Bool[Array, "*b t"] | None = None
     ) -> Float[Array, "*b t d"]:
         key_attention, key_ffn = (None, None) if key is None else jax.random.split(key)
-        return self.ffn_sublayer(self.attention_sublayer(x, key_attention, where), key_ffn)
+        z = constrain(self.attention_sublayer(x, key_attention, where), "stream")
+        return constrain(self.ffn_sublayer(z, key_ffn), "stream")
 
 
 class Ends(nnx.Module):
@@ -288,13 +290,14 @@ class Ends(nnx.Module):
             x = x + self.token_types.embedding[...][types]
         if config.embedding_norm:
             x = self.norm_embedding(x)
-        return dropout(x, config.dropout, key)
+        return constrain(dropout(x, config.dropout, key), "stream")
 
     def logits(self, x: Float[Array, "*b t d"]) -> Float[Array, "*b t v"]:
         """Logits of every position, accumulated in float32 at least."""
         config = self.config
         if config.head == "none":
             raise ValueError("this model has no head: it gives hidden states, no logits")
+        x = constrain(x, "head")
         if config.placement == "pre":
             x = self.norm_final(x)
         if config.head == "masked":

@@ -160,6 +160,43 @@ def test_rematerialisation_is_the_same_update():
     chex.assert_trees_all_close(one, other, rtol=1e-5)
 
 
+@pytest.mark.float32
+@pytest.mark.parametrize(
+    ("compute_dtype", "most"),  # 5 positions by two with a rest, and one by one
+    [("float32", 3 * MODEL.vocab_size), ("bfloat16", MODEL.vocab_size)],
+)
+def test_the_loss_by_chunks_of_positions_is_that_of_all_at_once(monkeypatch, compute_dtype, most):
+    params, tokens = state_of()["params"], batch(2)
+
+    def value_and_grad(params):
+        return jax.value_and_grad(step.loss, argnums=1)(MODEL, params, tokens, compute_dtype=compute_dtype)
+
+    def traced():
+        return jax.jit(lambda params: value_and_grad(params)).trace(params)
+
+    at_once = traced()
+    monkeypatch.setattr(step, "CHUNK_LOGITS", most)
+    by_chunks = traced()
+    whole, parts = (program.lower().compile()(params) for program in (at_once, by_chunks))
+    # Half-precision gradients of the head are added in float32 chunk by chunk, but in bfloat16 within one.
+    tolerance = 1e-5 if compute_dtype == "float32" else 2e-2
+    np.testing.assert_allclose(parts[0], whole[0], rtol=1e-6)
+    for found, wanted in zip(jax.tree.leaves(parts[1]), jax.tree.leaves(whole[1]), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance * np.abs(wanted).max())
+    assert "f32[2,5,13]" in str(at_once.jaxpr)
+    assert "f32[2,5,13]" not in str(by_chunks.jaxpr)
+
+
+def test_no_program_of_the_papers_size_holds_a_chunk_of_more_than_128_positions():
+    assert [step.chunk_positions(size) for size in (257, 50257, 2**23, 2**25)] == [2**14, 128, 1, 1]
+
+
+def test_the_state_is_donated_to_its_update():
+    state = jax.tree.map(jnp.copy, state_of())
+    jax.jit(step.make_update(MODEL, TRAIN), donate_argnums=0)(state, batch(3, 2))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state["params"]))
+
+
 def test_a_run_compiles_its_update_once():
     chex.clear_trace_counter()
     update = jax.jit(chex.assert_max_traces(step.make_update(DROPOUT, TRAIN), n=1), donate_argnums=0)

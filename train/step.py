@@ -9,12 +9,16 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from models import ModelConfig, gpt
+from models.sharding import as_stored
 from train.config import TrainConfig
 
 State = dict[str, Any]
 """`params`, `opt` (optax state), `update` (how many were made, int32) and `key` (the base of every dropout key)."""
 
 Metrics = dict[str, Array]
+
+CHUNK_LOGITS = 2**23
+"""Most logits of a sequence that the loss holds at a time: those of 128 positions with GPT-2's vocabulary, 26 MB."""
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
@@ -85,8 +89,50 @@ def loss(
     remat: bool = False,
 ) -> Float[Array, ""]:
     """Mean cross-entropy per token in nats, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`."""
-    logits = gpt.apply(model, cast(params, compute_dtype), tokens[:, :-1], key, remat=remat)
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    x = gpt.stream(model, cast(params, compute_dtype), inputs, key, remat=remat)
+    return _cross_entropy(model, params, x, targets, compute_dtype)
+
+
+def chunk_positions(vocab_size: int) -> int:
+    """Positions whose logits stand at a time: a power of two, as contexts mostly are."""
+    return 2 ** (max(1, CHUNK_LOGITS // vocab_size).bit_length() - 1)
+
+
+def _cross_entropy(
+    model: ModelConfig,
+    params: gpt.Params,
+    x: Float[Array, "b t d"],
+    targets: Int[Array, "b t"],
+    compute_dtype: str,
+) -> Float[Array, ""]:
+    """Mean cross-entropy of the head on the stream that leaves the last block, a chunk of positions at a time.
+
+    The logits of one chunk stand at a time, and the backward pass makes them again: b t v float32 entries would be the
+    largest array of the whole program. The head is cast to the compute dtype inside the chunk, so that the chunks'
+    gradients of it are added in float32.
+    """
+    t, size = x.shape[1], chunk_positions(model.vocab_size)
+
+    def total(x, targets):
+        logits = gpt.logits(model, {"ends": cast(params["ends"], compute_dtype)}, x)
+        return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+    if size >= t:
+        return total(x, targets) / targets.size
+    whole = t - t % size
+
+    def chunks(array):
+        parts = array[:, :whole].reshape(array.shape[0], whole // size, size, *array.shape[2:])
+        return jnp.moveaxis(parts, 1, 0)
+
+    again = jax.checkpoint(total, prevent_cse=False)  # inside a scan no guard against CSE is needed
+    summed, _ = jax.lax.scan(
+        lambda so_far, chunk: (so_far + again(*chunk), None), jnp.zeros((), jnp.float32), (chunks(x), chunks(targets))
+    )
+    if whole < t:
+        summed = summed + jax.checkpoint(total)(x[:, whole:], targets[:, whole:])
+    return summed / targets.size
 
 
 def block_norms(grads: gpt.Params) -> Float[Array, " n_layer"]:
@@ -107,7 +153,7 @@ def make_update(
 
     def micro_batch(params, accumulated, tokens_and_key):
         tokens, key = tokens_and_key
-        value_and_grad = jax.value_and_grad(loss, argnums=1)(
+        value, grads = jax.value_and_grad(loss, argnums=1)(
             model,
             params,
             tokens,
@@ -115,12 +161,12 @@ def make_update(
             compute_dtype=config.compute_dtype,
             remat=config.remat,
         )
-        return jax.tree.map(jnp.add, accumulated, value_and_grad), None
+        return jax.tree.map(jnp.add, accumulated, (value, as_stored(grads))), None
 
     def update(state: State, tokens: Int[Array, "a b t_plus_1"]) -> tuple[State, Metrics]:
         params = state["params"]
         keys = jax.random.split(jax.random.fold_in(state["key"], state["update"]), tokens.shape[0])
-        zero = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
+        zero = (jnp.zeros((), jnp.float32), as_stored(jax.tree.map(jnp.zeros_like, params)))
         total, _ = jax.lax.scan(lambda acc, x: micro_batch(params, acc, x), zero, (tokens, keys))
         mean_loss, grads = jax.tree.map(lambda leaf: leaf / tokens.shape[0], total)
         updates, opt = transform.update(grads, state["opt"], params)
