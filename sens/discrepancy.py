@@ -149,10 +149,10 @@ def clusters_bounds(q: Int[Array, " n"], total: Int[Array, ""]) -> tuple[Int[Arr
         digit, rest = rest % (sizes[cluster] + 1), rest // (sizes[cluster] + 1)
         low, high = low + least[cluster, digit], high + most[cluster, digit]
     above = jnp.searchsorted(most[-1], -high).astype(jnp.int32)
-    sides = jnp.clip(jnp.stack([above - 1, above]), 0, sizes[-1])
-    low, high = low + least[-1, sides], high + most[-1, sides]
+    sides = jnp.clip(jnp.stack([above - 1, above]), 0, sizes[-1])  # (2, choices)
+    low, high = low[None] + least[-1, sides], high[None] + most[-1, sides]
     away, nearest = jnp.maximum(jnp.maximum(low, -high), 0), jnp.minimum(jnp.abs(low), jnp.abs(high))
-    return tuple(jnp.min(jnp.where(rest == 0, end, total)) for end in (away, nearest))
+    return tuple(jnp.min(jnp.where((rest == 0)[None], end, total)) for end in (away, nearest))
 
 
 def _clusters(q: Int[Array, " n"]) -> tuple[Int[Array, " k"], Int[Array, " k"], int]:
