@@ -65,7 +65,9 @@ def measure_layers(
 
 
 def record_layers(update: int, figures: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The lines of the layers table from arrays over layers, `grad_norm` among them."""
+    """The lines of the layers table from arrays over layers, `grad_norm` among them (of a skipped update: null)."""
     columns = {name: np.asarray(values, np.float64) for name, values in figures.items()}
     for layer in range(len(columns["grad_norm"])):
-        yield {"update": update, "layer": layer, **{name: float(values[layer]) for name, values in columns.items()}}
+        figures = {name: float(values[layer]) for name, values in columns.items()}
+        norm = figures["grad_norm"]
+        yield {"update": update, "layer": layer, **figures, "grad_norm": norm if np.isfinite(norm) else None}

@@ -40,6 +40,9 @@ UPDATE_COLUMNS: Mapping[str, Any] = {
     "grad_norm": pl.Float64,  # global norm of the accumulated gradient before clipping
     "learning_rate": pl.Float64,
     "tokens": pl.Int64,  # seen so far, this update included
+    # Updates so far, this one included, that changed nothing because loss or gradient were not finite: null above, as
+    # the block's grad_norm below
+    "skipped": pl.Int64,
 }
 ATTENTION_COLUMNS: Mapping[str, Any] = {
     "update": pl.Int64,

@@ -105,16 +105,17 @@ class Summary:
 
 def summarise(run: Run) -> Summary:
     """One run's figures (`RecordError` if it has no update yet)."""
-    if run.updates.is_empty():
+    updates = run.updates.drop_nulls("loss")  # without those that were skipped
+    if updates.is_empty():
         raise RecordError(f"{run.path}: no update is recorded yet")
     certificate = centre(run, "prefix", "median")["value"]
     edges = envelope([run], "prefix", "prefix")
     return Summary(
         run=run,
         updates=run.updates.height,
-        final_loss=statistics.fmean(run.updates["loss"].tail(FINAL_WINDOW)),
+        final_loss=statistics.fmean(updates["loss"].tail(FINAL_WINDOW)),
         spikes=spikes(run.updates).height,
-        largest_norm=max(run.updates["grad_norm"]),
+        largest_norm=max(run.updates["grad_norm"].drop_nulls()),
         certificate=None if certificate.is_empty() else certificate[-1] / run.config["model"]["tau"],
         entropy=_first_last(run, "entropy"),
         p_max=_first_last(run, "p_max"),

@@ -38,7 +38,6 @@ def envelope(
 
 def block_norms(run: Run) -> list[float]:
     """Gradient norm of each block before clipping, layer 0 first, at the last recorded update (empty if none yet)."""
-    if run.layers.is_empty():
-        return []
-    last = run.layers.filter(pl.col("update") == pl.col("update").max())
+    last = run.layers.drop_nulls("grad_norm")  # without skipped updates
+    last = last.filter(pl.col("update") == pl.col("update").max())
     return last.sort("layer")["grad_norm"].to_list()

@@ -1,7 +1,9 @@
 """The `sens` command: parses, delegates, and turns a user's mistake into one line and exit status 2."""
 
 import importlib.util
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -61,11 +63,16 @@ def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> 
     from analysis.rows import RowsError
     from models.pretrained import ModelError
     from train.checkpoint import CheckpointError
-    from train.loop import Interrupted, TrainingError
+    from train.loop import Interrupted, RunWarning, TrainingError
     from train.text import DataError
 
+    # Orbax logs what it then raises, with pages of traceback.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
-        command(arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", RunWarning)
+            warnings.showwarning = _show_warning
+            command(arguments)
     except (UsageError, RecordError, DataError, CheckpointError, ModelError, RowsError) as error:
         return _complain(str(error))
     except OSError as error:  # a full disk, a read-only directory: the system's own words and the place
@@ -77,6 +84,10 @@ def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> 
         print(f"sens: {stop}", file=sys.stderr)
         return 130 if stop.signum == 2 else EXIT_CONTINUE
     return 0
+
+
+def _show_warning(message: Warning | str, *_place: object) -> None:
+    print(f"sens: warning: {message}", file=sys.stderr)
 
 
 def _complain(message: str) -> int:

@@ -54,6 +54,7 @@ def write_run(
             "grad_norm": float(norm),
             "learning_rate": 1e-3,
             "tokens": 128 * update,
+            "skipped": 0,
         }
         records.append(path, "updates", [row])
         records.append(path, "timing", [{"update": update, "seconds": 0.5, "tokens_per_second": 256.0}])

@@ -11,7 +11,7 @@ import sens.__main__ as cli
 from analysis import records
 from models import ModelConfig
 from tests.trained import contents, finish, start
-from train import loop
+from train import directory, loop
 from train.config import TrainConfig
 from train.presets import PRESETS
 
@@ -255,7 +255,7 @@ def test_a_damaged_configuration(complaint, tmp_path, finished, content, message
 
 
 def test_a_second_process_in_a_run(complaint, finished, corpus):
-    with loop._locked(finished):
+    with directory.locked(finished):
         assert "another process is training here" in complaint(*tiny_run(corpus, finished))
 
 

@@ -11,7 +11,7 @@ from tests.recorded import write_run
 
 
 def update_row(update: int, loss: float = 2.0):
-    return {"update": update, "loss": loss, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 64 * update}
+    return {"update": update, "loss": loss, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 64 * update, "skipped": 0}
 
 
 def layer_rows(update: int, layers: int = 3):

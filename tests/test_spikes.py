@@ -74,11 +74,18 @@ def test_gap_is_refused():
         spikes(table([1.0] * 20).filter(pl.col("update") != 5))
 
 
-@pytest.mark.parametrize("value", [None, float("nan")])
-def test_missing_norm_is_refused(value):
-    holed = table([1.0] * 20).with_columns(grad_norm=pl.when(pl.col("update") == 7).then(value).otherwise("grad_norm"))
-    with pytest.raises(RecordError, match="update 7"):
-        spikes(holed)
+def with_norm(value: float | None) -> pl.DataFrame:
+    norms = table([1.0] * 12 + [5.0] * 8)
+    return norms.with_columns(grad_norm=pl.when(pl.col("update") == 13).then(value).otherwise("grad_norm"))
+
+
+def test_a_norm_that_is_no_number_is_refused():
+    with pytest.raises(RecordError, match="update 13"):
+        spikes(with_norm(float("nan")))
+
+
+def test_a_skipped_update_is_no_spike_and_no_part_of_the_median():
+    assert spikes(with_norm(None))["update"].to_list() == list(range(14, 21))
 
 
 def test_shared_spikes(tmp_path):

@@ -7,12 +7,11 @@ timing table apart).
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
-import importlib.metadata
-import platform
+import itertools
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,22 @@ from analysis import records
 from analysis.attention import measure_rows, record_rows, sampled_layers
 from analysis.layers import measure_layers, record_layers
 from models import ModelConfig
-from train import checkpoint, step
+from train import checkpoint, directory, step
 from train.bounds import bound_lines
 from train.config import TrainConfig
 from train.data import TokenDataset, batches, prepare
 from train.depth import depth_rows
-from train.presets import RunConfig, difference, from_json
+from train.events import open_events
+from train.presets import RunConfig
 from train.text import DataError
 
 
 class TrainingError(RuntimeError):
     """A run that cannot go on: what happened, where, and what is kept."""
+
+
+class RunWarning(UserWarning):
+    """Something was wrong and was put right: what, and how."""
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the run is saved and can be continued
@@ -61,31 +65,42 @@ def train(
     data: Path,
     *,
     tensorboard: bool = False,
+    skip_nonfinite: int = 0,
     on_update: Callable[[Progress], None] = lambda _: None,
 ) -> None:
     """Train in directory `run` on the prepared text in `data`, from wherever `run` is.
 
-    Raises `RecordError` (a directory of something else or of another configuration), `DataError`, `CheckpointError`,
-    `TrainingError` (a non-finite loss or gradient), `Interrupted` (a signal; the state is saved).
+    An update whose loss or gradient is not finite changes nothing; up to `skip_nonfinite` of them in a row are
+    recorded and passed over, one more stops the run.
+
+    Raises `RecordError` (a directory of something else or of another configuration, no space), `DataError`,
+    `CheckpointError`, `TrainingError` (a non-finite loss or gradient, a write that failed), `Interrupted` (a signal;
+    the state is saved). Warns with `RunWarning` of a damaged checkpoint that was set aside.
     """
     dataset = open_data(config, data)
+    directory.check_space(run, config)
     run.mkdir(parents=True, exist_ok=True)
-    _check_directory(run)
-    with _locked(run), _signals() as received:
-        _claim(run, config, dataset)
-        with checkpoint.open_checkpoints(run / "checkpoints", config.train.keep) as checkpointer:
+    directory.check_directory(run)
+    with directory.locked(run), _signals() as received:
+        directory.claim(run, config, dataset)
+        for line in checkpoint.set_damaged_aside(run):
+            warnings.warn(line, RunWarning, stacklevel=2)
+        with (
+            _failed_writes(run),
+            checkpoint.open_checkpoints(run / "checkpoints", config.train.keep) as checkpointer,
+        ):
             state = init_state(config)
             restored = checkpoint.restore(checkpointer, state)
             if restored is not None:
                 state, position = restored
             else:
                 position = {"next_index": 0}
-            _rewind(run, int(state["update"]))
-            events = _events(run, state, tensorboard)
-            _run(run, config, dataset, checkpointer, state, position, received, events, on_update)
+            directory.rewind(run, int(state["update"]))
+            events = open_events(run / "events" if tensorboard else None, int(state["update"]) + 1)
+            _run(run, config, dataset, checkpointer, state, position, received, events, on_update, skip_nonfinite)
 
 
-def _run(run, config, dataset, checkpointer, state, position, received, events, on_update) -> None:
+def _run(run, config, dataset, checkpointer, state, position, received, events, on_update, skip_nonfinite) -> None:
     """The loop itself."""
     settings = config.train
     update_step = _jitted_update(config.model, dataclasses.replace(settings, seed=0))
@@ -93,17 +108,24 @@ def _run(run, config, dataset, checkpointer, state, position, received, events, 
     iterator.set_state(position)
     check = functools.partial(_check_finite, run, checkpointer)
     tokens_per_update = settings.micro_batch * settings.accumulation * config.model.context
+    skips = _skips(run)
     with contextlib.closing(iterator), contextlib.closing(events):
         for update in range(int(state["update"]) + 1, settings.updates + 1):
             started = time.perf_counter()
             tokens = next(iterator)
             state, metrics = update_step(state, tokens)
             metrics = jax.device_get(metrics)
-            check(update, metrics, ("loss", "grad_norm"))
+            skipped, in_a_row = skips
+            finite = np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])
+            skips = (skipped, 0) if finite else (skipped + 1, in_a_row + 1)
+            if in_a_row >= skip_nonfinite:
+                check(update, metrics, ("loss", "grad_norm"))
+            figures = {name: float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")}
             row = {
                 "update": update,
-                **{name: float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")},
+                **{name: value if np.isfinite(value) else None for name, value in figures.items()},
                 "tokens": update * tokens_per_update,
+                "skipped": skips[0],
             }
             tables = {
                 "updates": [row],
@@ -118,7 +140,7 @@ def _run(run, config, dataset, checkpointer, state, position, received, events, 
             seconds = time.perf_counter() - started
             speed = tokens_per_update / seconds
             records.append(run, "timing", [{"update": update, "seconds": seconds, "tokens_per_second": speed}])
-            on_update(Progress(update, settings.updates, row["loss"], speed))
+            on_update(Progress(update, settings.updates, figures["loss"], speed))
             if stop:
                 raise Interrupted(received[0], update)
 
@@ -126,7 +148,7 @@ def _run(run, config, dataset, checkpointer, state, position, received, events, 
 def open_data(config: RunConfig, data: Path, **prepare_options: Any) -> TokenDataset:
     """The prepared text of a run, made from its source if it is not there yet."""
     prepare(config.train.source, config.train.tokenizer, data, **prepare_options)
-    dataset = TokenDataset(data, config.model.context)
+    dataset = TokenDataset(data, config.model.context, verify=True)
     if dataset.index.vocab_size > config.model.vocab_size:
         raise DataError(
             f"{data}: the tokenizer has {dataset.index.vocab_size} ids, the model {config.model.vocab_size}; "
@@ -199,78 +221,29 @@ def _check_finite(run: Path, checkpointer: Any, update: int, values: dict[str, A
         array = np.asarray(values[name])
         if not np.isfinite(array).all():
             checkpointer.wait()  # a save under way is that of an update that was finite
-            saved = max((kept.step for kept in checkpointer.checkpoints), default=None)
-            kept = "no checkpoint was made yet" if saved is None else f"the checkpoint of update {saved} is kept"
             raise TrainingError(
                 f"{run}: {name} is {array[~np.isfinite(array)].flat[0]} at update {update} (learning rate "
-                f"{float(values['learning_rate']):.3g}); {kept}. "
-                "Remedy: a new run with a lower lr, a longer warmup or a smaller clip"
+                f"{float(values['learning_rate']):.3g}); {directory.kept(run)}. Remedy: a new run with a lower lr, a "
+                "longer warmup or a smaller clip, or --skip-nonfinite to pass over a few such updates"
             )
 
 
-def _check_directory(run: Path) -> None:
-    """Refuse a directory that holds anything but a run, before anything is written into it."""
-    strangers = sorted({entry.name for entry in run.iterdir()} - _BEGUN)
-    if strangers and not (run / "config.json").is_file():
-        raise records.RecordError(f"{run}: not a run directory and not empty ({strangers[0]}); choose another")
-
-
-def _rewind(run: Path, update: int) -> None:
-    """Cut the record back to a checkpoint's update; `RecordError` if it does not reach so far."""
-    records.truncate(run, update)
-    recorded = records.read_table(run, "updates").height
-    if recorded != update:
-        raise records.RecordError(
-            f"{run}: the newest checkpoint is of update {update}, but updates.jsonl holds {recorded} updates; "
-            "something was lost: start a new run"
-        )
-
-
-def _claim(run: Path, config: RunConfig, dataset: TokenDataset) -> None:
-    """Write the configuration of a new run, or refuse a run of another one."""
-    identity = {"source": dataset.index.source_digest, "tokenizer": dataset.index.tokenizer_digest}
-    path = run / "config.json"
-    if not path.exists():
-        records.write_json(run / "versions.json", versions())
-        about = {"directory": str(dataset.directory.absolute()), "unigram_entropy": unigram_entropy(dataset)}
-        records.write_json(path, {**config.as_json(), "data": {**identity, **about}})
-        return
-    recorded = records.read_config(run)
-    try:
-        changes = difference(from_json(recorded), config)
-    except ValueError as error:
-        raise records.RecordError(f"{path}: {error}") from error
-    if {name: recorded.get("data", {}).get(name) for name in identity} != identity:
-        changes.append("the text or the tokenizer")
-    if changes:
-        raise records.RecordError(
-            f"{run}: made with another configuration ({'; '.join(changes)}); choose another directory"
-        )
-
-
-def unigram_entropy(dataset: TokenDataset) -> float:
-    """Entropy of the text's token frequencies, nats a token: what a model reaches that knows frequencies alone."""
-    counts = np.zeros(dataset.index.vocab_size, np.int64)
-    for start in range(0, dataset.index.tokens, 2**22):
-        part = dataset.read(start, min(2**22, dataset.index.tokens - start))
-        counts += np.bincount(part, minlength=counts.size)
-    p = counts[counts > 0] / counts.sum()
-    return float(-(p * np.log(p)).sum())
-
-
-_LOCK = ".lock"
-_BEGUN = {_LOCK, "versions.json", "versions.json.tmp", "config.json.tmp"}  # what a kill before config.json leaves
+def _skips(run: Path) -> tuple[int, int]:
+    """Updates that were skipped so far, and how many of them in a row up to now."""
+    counts = records.read_table(run, "updates")["skipped"].to_list()
+    steps = [after - before for before, after in itertools.pairwise([0, *counts])]
+    return sum(steps), sum(1 for _ in itertools.takewhile(bool, reversed(steps)))
 
 
 @contextlib.contextmanager
-def _locked(run: Path) -> Iterator[None]:
-    """Only one process in a run directory; the system lifts the lock of a killed one."""
-    with (run / _LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise records.RecordError(f"{run}: another process is training here") from error
+def _failed_writes(run: Path) -> Iterator[None]:
+    """A full disk, or any other write that fails, ends a run that can go on once there is room."""
+    try:
         yield
+    except (checkpoint.SaveError, OSError) as error:
+        reason = f"{error.filename or run}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        remedy = "Remedy: make room; the same command continues"
+        raise TrainingError(f"{reason}; {directory.kept(run)}. {remedy}") from error
 
 
 @contextlib.contextmanager
@@ -292,49 +265,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def versions() -> dict[str, Any]:
-    """What a run ran on; informative only."""
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "sens")
-    return {
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "devices": [device.device_kind for device in jax.devices()],
-        **{name: importlib.metadata.version(name) for name in packages},
-    }
-
-
-class _NoEvents:
-    def write(self, table: str, rows: list[dict[str, Any]]) -> None:
-        """Nothing was asked for."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class _TensorBoard:
-    """The record as TensorBoard scalars: updates, per-layer figures, and of attention the medians over pooled heads."""
-
-    def __init__(self, directory: Path, first: int):
-        from tensorboardX import SummaryWriter
-
-        self._writer = SummaryWriter(str(directory), purge_step=first)
-
-    def write(self, table: str, rows: list[dict[str, Any]]) -> None:
-        for row in rows:
-            if table == "attention":
-                values = {row["quantity"]: row["median"]} if row["head"] is None else {}
-            else:
-                places = ("update", "layer", "sublayer")
-                values = {k: v for k, v in row.items() if k not in places and isinstance(v, int | float)}
-            place = next((f"{name}-{row[name]}" for name in ("layer", "sublayer") if name in row), "")
-            for name, value in values.items():
-                self._writer.add_scalar("/".join(part for part in (table, name, place) if part), value, row["update"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _events(run: Path, state: step.State, tensorboard: bool) -> _NoEvents | _TensorBoard:
-    return _TensorBoard(run / "events", int(state["update"]) + 1) if tensorboard else _NoEvents()

@@ -36,9 +36,11 @@ def load(run: Path, update: int | None = None) -> tuple[RunConfig, gpt.Params, i
     like = jax.eval_shape(functools.partial(step.init_state, config.model, config.train), 0)
     if not (run / "checkpoints").is_dir():
         raise checkpoint.CheckpointError(f"{run}: no checkpoint yet")
+    saved = checkpoint.saved(run / "checkpoints")
+    wanted = update if update is not None or not saved else saved[-1]
+    if wanted in saved and (what := checkpoint.damage(path := run / "checkpoints" / str(wanted))):
+        raise checkpoint.CheckpointError(f"{path}: damaged ({what})")
     with checkpoint.reading(run / "checkpoints") as checkpointer:
-        newest = max((kept.step for kept in checkpointer.checkpoints), default=None)
-        wanted = update if update is not None else newest
         restored = checkpoint.restore(checkpointer, {"params": like["params"]}, wanted)
     if restored is None:
         raise checkpoint.CheckpointError(f"{run}: no checkpoint yet")

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from models import ModelConfig, gpt
 from models.sharding import as_stored
@@ -141,6 +141,15 @@ def block_norms(grads: gpt.Params) -> Float[Array, " n_layer"]:
     return jnp.sqrt(sum(squares))
 
 
+def _where(finite: Bool[Array, ""], new: Any, old: Any) -> Any:
+    """The new state of an update that is finite, else the old one (the schedule goes on)."""
+
+    def choose(new, old):
+        return new if isinstance(new, optax.ScaleByScheduleState) else jnp.where(finite, new, old)
+
+    return jax.tree.map(choose, new, old, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
+
+
 def make_update(
     model: ModelConfig, config: TrainConfig
 ) -> Callable[[State, Int[Array, "a b t_plus_1"]], tuple[State, Metrics]]:
@@ -148,6 +157,8 @@ def make_update(
 
     Loss and gradient are means over all tokens of the update; `grad_norm` (global) and `block_grad_norms` are those of
     the accumulated gradient before clipping. The state is a function of the previous state and the tokens, bit for bit.
+    If loss or gradient are not finite, parameters and moments stay as they were; the update counts, also for the
+    schedule of the learning rate.
     """
     transform = optimizer(config)
 
@@ -176,7 +187,13 @@ def make_update(
             "learning_rate": jnp.asarray(learning_rate(config)(state["update"]), jnp.float32),
             "block_grad_norms": block_norms(grads),
         }
-        new = {**state, "params": optax.apply_updates(params, updates), "opt": opt, "update": state["update"] + 1}
+        finite = jnp.isfinite(mean_loss) & jnp.isfinite(metrics["grad_norm"])
+        new = {
+            **state,
+            "params": _where(finite, optax.apply_updates(params, updates), params),
+            "opt": _where(finite, opt, state["opt"]),
+            "update": state["update"] + 1,
+        }
         return new, metrics
 
     return update

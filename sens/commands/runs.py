@@ -32,10 +32,15 @@ def train(arguments: Sequence[str]) -> None:
         """Tokenised text, made from the source when missing; by default `data` beside the run's directory."""
         tensorboard: bool = False
         """Also write TensorBoard events into the run's directory."""
+        skip_nonfinite: int = 0
+        """Updates in a row that are passed over, parameters as they were, because loss or gradient are not finite; one
+        more stops the run. Not part of the run's configuration."""
 
     options = parse(Train, "train", arguments, Train(tyro.MISSING, defaults.model, defaults.train))
     if options.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise UsageError("--tensorboard needs tensorboardX; remedy: pip install 'sens[tensorboard]'")
+    if options.skip_nonfinite < 0:
+        raise UsageError(f"skip-nonfinite must not be negative, got {options.skip_nonfinite}")
     from train import progress
     from train.loop import train as run
     from train.presets import RunConfig
@@ -43,7 +48,14 @@ def train(arguments: Sequence[str]) -> None:
     config = RunConfig(options.model, options.train)
     data = options.data or options.out.parent / "data"
     with progress.training(str(options.out)) as on_update:
-        run(options.out, config, data, tensorboard=options.tensorboard, on_update=on_update)
+        run(
+            options.out,
+            config,
+            data,
+            tensorboard=options.tensorboard,
+            skip_nonfinite=options.skip_nonfinite,
+            on_update=on_update,
+        )
 
 
 def probe(arguments: Sequence[str]) -> None:
