@@ -12,7 +12,7 @@ for the tokens of a sequence that are real.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from models.layers import Block, Ends
 from models.layers import support as support
 
 Params = dict[str, Any]
+
+Remat = Literal["none", "dots", "full"]
+"""What is computed again in the backward pass: nothing, all but products with kernels, or all that is in a block."""
 
 
 def _pure(module: nnx.Module) -> Params:
@@ -194,6 +197,14 @@ def queries_keys_values(
     return *module.queries_and_keys(u), module.values(u)
 
 
+def _recomputed(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """The body of a scan, with what its backward pass is to compute again."""
+    if remat == "none":
+        return body
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    return jax.checkpoint(body, prevent_cse=False, policy=policy)  # inside a scan no guard against CSE is needed
+
+
 def scan_blocks(
     config: ModelConfig,
     params: Params,
@@ -201,14 +212,14 @@ def scan_blocks(
     key: PRNGKeyArray | None = None,
     *,
     where: Bool[Array, "*b t"] | None = None,
-    remat: bool = False,
+    remat: Remat = "none",
     collect: Callable[[Params, Float[Array, "*b t d"]], Any] | None = None,
 ) -> tuple[Float[Array, "*b t d"], Any]:
     """All blocks in order.
 
     Returns the stream that leaves the last one, and `collect(block_params, x)` of every block and the stream that
-    enters it, stacked over layers (None without `collect`). With `remat` the backward pass computes each block again
-    instead of storing its inside.
+    enters it, stacked over layers (None without `collect`). `remat` says what of a block's inside is computed again in
+    the backward pass instead of being stored.
     """
 
     def body(x, block_and_key):
@@ -217,8 +228,7 @@ def scan_blocks(
         return block(config, block_params, x, block_key, where=where), collected
 
     keys = None if key is None else jax.random.split(key, config.n_layer)
-    step = jax.checkpoint(body, prevent_cse=False) if remat else body  # inside a scan no guard against CSE is needed
-    return jax.lax.scan(step, x, (params["blocks"], keys))
+    return jax.lax.scan(_recomputed(body, remat), x, (params["blocks"], keys))
 
 
 def stream(
@@ -229,7 +239,7 @@ def stream(
     *,
     where: Bool[Array, "*b t"] | None = None,
     token_types: Int[Array, "*b t"] | None = None,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> Float[Array, "*b t d"]:
     """The residual stream that leaves the last block; with a key in training mode (dropout)."""
     key_embed, key_blocks = (None, None) if key is None else jax.random.split(key)

@@ -41,6 +41,7 @@ def test_a_model_that_does_not_fit_is_refused(change, message):
         ({"beta2": 1.0}, r"beta2 must be in \[0, 1\), got 1.0"),
         ({"weight_decay": -0.1}, "weight_decay must not be negative, got -0.1"),
         ({"compute_dtype": "float16"}, "compute_dtype must be .*'float16'"),
+        ({"remat": True}, "remat must be 'none', 'dots' or 'full', got True"),
         ({"keep": 0}, "keep must be at least 1"),
     ],
 )

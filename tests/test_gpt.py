@@ -148,7 +148,7 @@ def test_hidden_states_run_from_the_embedding_to_what_the_head_reads(config):
     chex.assert_trees_all_close(head, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_rematerialisation_changes_nothing_but_is_there(config):
+def test_rematerialisation_changes_nothing_but_what_is_kept(config):
     params, tokens, key = random_params(config), tokens_of(config, 2, 5), jax.random.key(3)
 
     def gradient(remat):
@@ -156,10 +156,15 @@ def test_rematerialisation_changes_nothing_but_is_there(config):
             jax.value_and_grad(lambda p: jnp.mean(jnp.square(gpt.apply(config, p, tokens, key, remat=remat))))
         )
 
-    chex.assert_trees_all_close(gradient(True)(params), gradient(False)(params), rtol=1e-4, atol=1e-6)
-    programs = {remat: str(jax.make_jaxpr(gradient(remat))(params)) for remat in (True, False)}
-    assert "prevent_cse=False" in programs[True]
-    assert "prevent_cse=False" not in programs[False]
+    def products(remat):
+        """Products of matrices in the program: those of one block, as blocks are scanned, and of the head."""
+        return str(jax.make_jaxpr(gradient(remat))(params)).count("dot_general[")
+
+    chex.assert_trees_all_close(gradient("full")(params), gradient("none")(params), rtol=1e-4, atol=1e-6)
+    # Forward 8 in a block and 1 in the head, each with 2 derivatives. Again: `dots` the two between activations, `full`
+    # all 8, but without a norm after it not the last.
+    again = {"none": 0, "dots": 2, "full": 7 if config.placement == "pre" else 8}
+    assert {remat: products(remat) for remat in ("none", "dots", "full")} == {r: 27 + n for r, n in again.items()}
 
 
 # Causality.

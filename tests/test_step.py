@@ -14,7 +14,7 @@ from train import step
 from train.config import TrainConfig
 
 MODEL = ModelConfig(vocab_size=13, n_layer=2, n_head=2, d_model=8, d_ff=16, context=5, dropout=0.0, init_std=0.2)
-TRAIN = TrainConfig(updates=20, warmup=4, lr=1e-2, clip=0.5, micro_batch=2, accumulation=3, remat=False)
+TRAIN = TrainConfig(updates=20, warmup=4, lr=1e-2, clip=0.5, micro_batch=2, accumulation=3, remat="none")
 DROPOUT = dataclasses.replace(MODEL, dropout=0.5)
 
 
@@ -153,10 +153,11 @@ def test_bfloat16_computes_in_half_and_keeps_masters_and_optimizer_whole():
     np.testing.assert_allclose(metrics["grad_norm"], exact["grad_norm"], rtol=0.05)
 
 
-def test_rematerialisation_is_the_same_update():
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_rematerialisation_is_the_same_update(remat):
     tokens = batch(3, 2)
     one = compiled(MODEL, TRAIN)(state_of(), tokens)[1]
-    other = compiled(MODEL, dataclasses.replace(TRAIN, remat=True))(state_of(), tokens)[1]
+    other = compiled(MODEL, dataclasses.replace(TRAIN, remat=remat))(state_of(), tokens)[1]
     chex.assert_trees_all_close(one, other, rtol=1e-5)
 
 

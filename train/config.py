@@ -38,8 +38,9 @@ class TrainConfig:
     """Global gradient norm above which the gradient is scaled down."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of activations and of the parameters as they are used; masters and optimizer state are float32."""
-    remat: bool = True
-    """Recompute each block in the backward pass instead of storing its inside."""
+    remat: Literal["none", "dots", "full"] = "full"
+    """What the backward pass computes again instead of keeping it: `none`; `dots` all of a block but its products with
+    matrices of parameters; `full` all of it."""
     attention_every: int = 10
     """Updates between attention statistics (also at the first and the last)."""
     layers_every: int = 50
@@ -73,5 +74,7 @@ class TrainConfig:
         for name in ("final_lr", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.remat not in ("none", "dots", "full"):
+            raise ValueError(f"remat must be 'none', 'dots' or 'full', got {self.remat!r}")
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"compute_dtype must be 'float32' or 'bfloat16', got {self.compute_dtype!r}")

@@ -53,7 +53,7 @@ PRESETS: dict[str, RunConfig] = {
             attention_every=5,
             layers_every=10,
             checkpoint_every=5,
-            remat=False,
+            remat="none",
         ),
     ),
     # The paper's depth at the smallest width, context and length at which both of its stories show on a laptop.

@@ -86,7 +86,7 @@ def loss(
     key: PRNGKeyArray | None = None,
     *,
     compute_dtype: str = "float32",
-    remat: bool = False,
+    remat: gpt.Remat = "none",
 ) -> Float[Array, ""]:
     """Mean cross-entropy per token in nats, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
