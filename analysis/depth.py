@@ -36,11 +36,16 @@ Depth = int | Int[Array, ""]
 
 def link(model: ModelConfig, params: gpt.Params, tokens: Int[Array, "*b t"]) -> products.Chain:
     """The sublayers of a forward pass in evaluation mode, attention and FFN in turn, from the embedding up."""
+    return link_blocks(model, params["blocks"], gpt.embed(model, params, tokens))
+
+
+def link_blocks(model: ModelConfig, blocks: gpt.Params, x: Float[Array, "*b t d"]) -> products.Chain:
+    """The sublayers of some blocks, whose arrays have a leading layer axis, from the stream that enters the first."""
     sublayers = (
         products.Sublayer(partial(gpt.attention_branch, model), partial(gpt.attention_join, model)),
         products.Sublayer(partial(gpt.ffn_branch, model), partial(gpt.ffn_join, model)),
     )
-    return products.chain(sublayers, params["blocks"], gpt.embed(model, params, tokens))
+    return products.chain(sublayers, blocks, x)
 
 
 def loss(
@@ -65,19 +70,20 @@ def measure_depth(
     linked = link(model, params, tokens[:, :-1])
     key_product, key_sublayer = jax.random.split(key)
     gradient = jax.grad(partial(loss, model, params))(linked.end, tokens[:, 1:])
-    length = jnp.linalg.norm(gradient.ravel())
-    # The gradient goes as a vector of length one: squares of a vanishing one would underflow.
-    unit = gradient / jnp.where(length > 0, length, 1)
+    unit, length = unit_and_length(gradient)
     signs = probe_signs(key_product, probes, linked.end.shape, linked.end.dtype)
     measured = _backwards(linked, jnp.concatenate([signs, unit[None]]), linked.depth)
-    of_gradient = jax.tree.map(lambda figure: figure[-1], measured)
-    scale = length * of_gradient.pop("scale")
     return {
         **_sublayers(model, params, linked, key_sublayer, probes),
-        **_averages(jax.tree.map(lambda figure: figure[:-1], measured), linked.end.size),
-        "gradient": scale * jnp.sqrt(of_gradient["total"]),
-        **_terms("gradient_", of_gradient, scale),
+        **to_output(jax.tree.map(lambda figure: figure[:-1], measured), linked.end.size),
+        **to_output_of_gradient(jax.tree.map(lambda figure: figure[-1], measured), length),
     }
+
+
+def unit_and_length(gradient: Array) -> tuple[Array, Array]:
+    """A gradient goes through depth as a vector of length one: squares of a vanishing one would underflow."""
+    length = jnp.linalg.norm(gradient.ravel())
+    return gradient / jnp.where(length > 0, length, 1), length
 
 
 def measure_column(
@@ -92,7 +98,7 @@ def measure_column(
     """Of the product to `stop` from every depth below it: gain, alignment and terms (meaningless from `stop` on)."""
     linked = link(model, params, tokens)
     signs = probe_signs(key, probes, linked.end.shape, linked.end.dtype)
-    return _averages(_backwards(linked, signs, stop), linked.end.size)
+    return to_output(_backwards(linked, signs, stop), linked.end.size)
 
 
 def measure_pair(
@@ -181,37 +187,40 @@ def probe_signs(
 
 
 def _backwards(linked: products.Chain, cotangents: Float[Array, "vectors ..."], stop: Depth) -> Figures:
-    """Inner products of the terms at every depth, for every cotangent at `stop`: axes (vector, sublayer).
-
-    Terms are divided by `scale`, their largest entry: the squares of a gain of 1e-20 would underflow.
-    """
+    """`inner_products` at every depth, for every cotangent at `stop`: axes (vector, sublayer)."""
 
     def one(u: Array) -> Figures:
-        def inner_products(_: Array, terms: products.Terms) -> Figures:
-            scale = jnp.max(jnp.abs(jnp.stack(terms)))
-            total, *parts = (
-                part / jnp.where(scale > 0, scale, 1) for part in (terms.total, terms.bare, terms.first, terms.rest)
-            )
-            return {
-                "scale": scale,
-                "start": jnp.vdot(u, total),
-                "total": jnp.vdot(total, total),
-                "with_total": {name: jnp.vdot(part, total) for name, part in zip(TERMS, parts, strict=True)},
-                "square": {name: jnp.vdot(part, part) for name, part in zip(TERMS, parts, strict=True)},
-            }
-
-        return products.pull_terms(linked, u, 0, stop, inner_products)[1]
+        return products.pull_terms(linked, u, 0, stop, lambda _, terms: inner_products(u, terms))[1]
 
     return jax.vmap(one)(cotangents)
 
 
-def _averages(measured: Figures, size: int) -> Figures:
-    """Means over probes, with standard errors: ``E u u^T = I``."""
-    scales = measured.pop("scale")
+def inner_products(u: Array, terms: products.Terms) -> Figures:
+    """Of the terms of ``P^T u`` with their sum, with themselves and with `u`.
+
+    Terms are divided by `scale`, their largest entry: the squares of a gain of 1e-20 would underflow.
+    """
+    scale = jnp.max(jnp.abs(jnp.stack(terms)))
+    total, *parts = (
+        part / jnp.where(scale > 0, scale, 1) for part in (terms.total, terms.bare, terms.first, terms.rest)
+    )
+    return {
+        "scale": scale,
+        "start": jnp.vdot(u, total),
+        "total": jnp.vdot(total, total),
+        "with_total": {name: jnp.vdot(part, total) for name, part in zip(TERMS, parts, strict=True)},
+        "square": {name: jnp.vdot(part, part) for name, part in zip(TERMS, parts, strict=True)},
+    }
+
+
+def to_output(measured: Figures, size: int) -> Figures:
+    """Means over probes of `inner_products`, with standard errors: ``E u u^T = I``. Axes (probe, sublayer)."""
+    scales = measured["scale"]
     scale = jnp.max(scales, axis=0)
     relative = scales / jnp.where(scale > 0, scale, 1)[None]
-    start = relative * measured.pop("start") / size
-    squares = jax.tree.map(lambda figure: relative**2 * figure / size, measured)
+    start = relative * measured["start"] / size
+    quadratic = {name: measured[name] for name in ("total", "with_total", "square")}
+    squares = jax.tree.map(lambda figure: relative**2 * figure / size, quadratic)
     means = jax.tree.map(lambda figure: jnp.mean(figure, axis=0), squares)
     gain = jnp.sqrt(means["total"])
 
@@ -227,6 +236,12 @@ def _averages(measured: Figures, size: int) -> Figures:
     }
 
 
+def to_output_of_gradient(measured: Figures, length: Array) -> Figures:
+    """Of the one cotangent that is the loss's gradient, whose length is `length`."""
+    scale = length * measured["scale"]
+    return {"gradient": scale * jnp.sqrt(measured["total"]), **_terms("gradient_", measured, scale)}
+
+
 def _terms(prefix: str, figures: Figures, scale: Array) -> Figures:
     """Gain and share of each term, from its square and its inner product with the sum."""
     gains = {f"{prefix}{name}": scale * jnp.sqrt(square) for name, square in figures["square"].items()}
@@ -238,8 +253,23 @@ def _sublayers(
     model: ModelConfig, params: gpt.Params, linked: products.Chain, key: PRNGKeyArray, probes: int
 ) -> Figures:
     """Of each sublayer alone: how near its Jacobian is to a multiple of the identity, and the `a` of its norm."""
+    points = linked.points.reshape(-1, 2, *linked.end.shape)
+    near = jax.lax.map(
+        lambda one: near_identity(linked.sublayers, one[0], one[1], key, probes), (params["blocks"], points)
+    )
+    return {**jax.tree.map(jnp.ravel, near), **gain_figures(model, _gains(model, params, linked))}
 
-    def near_identity(sublayer: products.Sublayer, block: gpt.Params, x: Array) -> tuple[Array, Array]:
+
+def near_identity(
+    sublayers: tuple[products.Sublayer, ...],
+    block: gpt.Params,
+    points: Float[Array, "sublayers ..."],
+    key: PRNGKeyArray,
+    probes: int,
+) -> Figures:
+    """Of a block's sublayers alone, ``tr(A) / n`` and the squared cosine between ``A`` and the identity."""
+
+    def one(sublayer: products.Sublayer, x: Array) -> tuple[Array, Array]:
         _, push = jax.linearize(lambda x: sublayer.join(block, x, sublayer.branch(block, x)), x)
 
         def probe(v: Array) -> tuple[Array, Array]:
@@ -249,21 +279,14 @@ def _sublayers(
         trace, square = jax.vmap(probe)(jax.random.rademacher(key, (probes, *x.shape), x.dtype))
         return jnp.mean(trace), jnp.mean(trace) ** 2 / jnp.mean(square)
 
-    def of_block(block_and_points: tuple[gpt.Params, Array]) -> tuple[Array, ...]:
-        block, points = block_and_points
-        found = [near_identity(sublayer, block, x) for sublayer, x in zip(linked.sublayers, points, strict=True)]
-        return tuple(jnp.stack(column) for column in zip(*found, strict=True))
+    traces, shares = zip(*(one(sublayer, x) for sublayer, x in zip(sublayers, points, strict=True)), strict=True)
+    return {"trace": jnp.stack(traces), "identity_share": jnp.stack(shares)}
 
-    points = linked.points.reshape(-1, 2, *linked.end.shape)
-    trace, share = jax.lax.map(of_block, (params["blocks"], points))
-    a = _gains(model, params, linked)
-    return {
-        "trace": trace.ravel(),
-        "identity_share": share.ravel(),
-        "a_max": jnp.max(a, axis=1),
-        "a_mean": jnp.mean(a, axis=1),
-        **jax.vmap(lambda start: _bounds(model, a, start, linked.depth))(jnp.arange(linked.depth)),
-    }
+
+def gain_figures(model: ModelConfig, a: Float[Array, "depth tokens"]) -> Figures:
+    """The `a` of every sublayer, and what they bound of the products from it to the output."""
+    to_end = jax.vmap(lambda start: _bounds(model, a, start, a.shape[0]))(jnp.arange(a.shape[0]))
+    return {"a_max": jnp.max(a, axis=1), "a_mean": jnp.mean(a, axis=1), **to_end}
 
 
 def _gains(model: ModelConfig, params: gpt.Params, linked: products.Chain) -> Float[Array, "depth tokens"]:

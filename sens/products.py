@@ -166,9 +166,11 @@ def push_terms(
 
 
 def pull_terms(
-    linked: Chain, u: Stream, start: Depth, stop: Depth, collect: Collect | None = None
+    linked: Chain, u: Stream | Terms, start: Depth, stop: Depth, collect: Collect | None = None
 ) -> tuple[Terms, Any]:
     """The terms of ``P^T u``, and `collect` of them along the way: one pass serves every depth before `stop`.
+
+    Instead of a cotangent `u` may be the terms that a chain above this one gave: the two then act as one chain.
 
     `collect(k, terms)` is called after sublayer `k` with the terms at depth ``k``, those of the product from `k` to
     `stop`; its results are stacked over all of the chain's sublayers (those outside the range see the vector as it
@@ -183,7 +185,8 @@ def pull_terms(
             first=maps.join(terms.first)[0] + maps.branch(into_branch),
         )
 
-    return _backward(linked, act, u, Terms(u, u, jnp.zeros_like(u)), start, stop, collect)
+    terms = u if isinstance(u, Terms) else Terms(u, u, jnp.zeros_like(u))
+    return _backward(linked, act, terms.total, terms, start, stop, collect)
 
 
 class _Maps(NamedTuple):
