@@ -129,8 +129,9 @@ BOUND_COLUMNS: Mapping[str, Any] = {
 }
 TIMING_COLUMNS: Mapping[str, Any] = {
     "update": pl.Int64,
-    "seconds": pl.Float64,  # of this update, its record and its telemetry included
+    "seconds": pl.Float64,  # from the numbers of the update before to those of this, record and telemetry included
     "tokens_per_second": pl.Float64,
+    "mfu": pl.Float64,  # share of the devices' peak (`train.flops`); null: the peak is not known
 }
 TABLES: Mapping[str, Mapping[str, Any]] = {
     "updates": UPDATE_COLUMNS,

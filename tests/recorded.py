@@ -57,7 +57,7 @@ def write_run(
             "skipped": 0,
         }
         records.append(path, "updates", [row])
-        records.append(path, "timing", [{"update": update, "seconds": 0.5, "tokens_per_second": 256.0}])
+        records.append(path, "timing", [{"update": update, "seconds": 0.5, "tokens_per_second": 256.0, "mfu": None}])
         if update == 1 or update % 10 == 0 or update == planned:
             records.append(path, "attention", _attention(rng, update, n_layer, done if learnt else 0.0))
         if update == 1 or update % 20 == 0 or update == planned:

@@ -126,10 +126,10 @@ def test_seeds_and_placements_change_parameters_and_not_the_order_of_the_data(tm
     jitted = loop._jitted_update
 
     def spy(name):
-        def replacement(model, settings):
+        def replacement(model, settings, mesh):
             def update(state, tokens):
                 seen.setdefault(name, []).append(np.array(tokens))
-                return jitted(model, settings)(state, tokens)
+                return jitted(model, settings, mesh)(state, tokens)
 
             return update
 
@@ -146,7 +146,8 @@ def test_seeds_and_placements_change_parameters_and_not_the_order_of_the_data(tm
     np.testing.assert_array_equal(seen["a"], seen["b"])
     np.testing.assert_array_equal(seen["a"], seen["c"])
     stream = TokenDataset(data, 32)
-    np.testing.assert_array_equal(np.array(seen["a"]).reshape(-1, 33), [stream[i] for i in range(3 * 2 * 4)])
+    # Three updates are recorded, and the fourth was under way.
+    np.testing.assert_array_equal(np.array(seen["a"]).reshape(-1, 33), [stream[i] for i in range(4 * 2 * 4)])
     assert not np.allclose(starts["a"], starts["b"])
     assert len({tuple(values) for values in losses.values()}) == 3
 
@@ -193,11 +194,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     run, config, data = tmp_path / "run", tiny(corpus), finished.parent / "data"
     jitted = loop._jitted_update
 
-    def poisoned(model, settings):
+    def poisoned(model, settings, mesh):
         def update(state, tokens):
             if int(state["update"]) == 10:  # the update right after a checkpoint, whose save is still under way
                 state["params"]["blocks"]["ffn"]["up"]["kernel"] *= np.float32(np.nan)
-            return jitted(model, settings)(state, tokens)
+            return jitted(model, settings, mesh)(state, tokens)
 
         return update
 

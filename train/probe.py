@@ -13,11 +13,12 @@ import polars as pl
 from analysis import records
 from analysis.attention import sampled_layers
 from models import gpt
-from train import checkpoint, depth, step
+from train import checkpoint, depth, sharding, step
 from train.bounds import bound_lines
-from train.data import TokenDataset, batches
-from train.loop import jitted_rows, open_data
+from train.data import TokenDataset
+from train.loop import open_data
 from train.presets import RunConfig, from_json
+from train.telemetry import jitted_rows, last_sequences
 
 ROWS = "rows.parquet"
 DEPTH = "depth.jsonl"
@@ -46,18 +47,6 @@ def load(run: Path, update: int | None = None) -> tuple[RunConfig, gpt.Params, i
         raise checkpoint.CheckpointError(f"{run}: no checkpoint yet")
     state, position = restored
     return config, state["params"], int(position["next_index"])
-
-
-def last_sequences(config: RunConfig, dataset: TokenDataset, update: int) -> np.ndarray:
-    """An update's last micro-batch: inputs and, shifted by one, targets."""
-    settings = config.train
-    iterator = batches(
-        dataset, micro_batch=settings.micro_batch, accumulation=settings.accumulation, start_update=update - 1
-    )
-    try:
-        return next(iterator)[-1]
-    finally:
-        iterator.close()
 
 
 def last_micro_batch(config: RunConfig, dataset: TokenDataset, update: int) -> np.ndarray:
@@ -89,7 +78,7 @@ def probe(
     out = run / "probe"
     out.mkdir(exist_ok=True)
     layers = sampled_layers(config.model.n_layer)
-    rows = jax.device_get(jitted_rows(config.model, layers)(params, sequences[:, :-1]))
+    rows = jax.device_get(jitted_rows(config.model, layers, sharding.one_device())(params, sequences[:, :-1]))
     temporary = out / (ROWS + ".tmp")
     _rows_frame(at, layers, rows).write_parquet(temporary)
     temporary.replace(out / ROWS)

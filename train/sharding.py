@@ -108,9 +108,9 @@ def laid_out(shapes: Any, shardings: Any) -> Any:
     )
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of an update's tokens (micro-batch, sequence, position): by sequence."""
-    return NamedSharding(mesh, PartitionSpec(None, BATCH, None))
+def batch_sharding(mesh: Mesh, dimensions: int = 3) -> NamedSharding:
+    """Of tokens (..., sequence, position): by sequence."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * (dimensions - 2), BATCH, None))
 
 
 def share(mesh: Mesh, micro_batch: int) -> tuple[int, int]:
@@ -130,9 +130,9 @@ def share(mesh: Mesh, micro_batch: int) -> tuple[int, int]:
 
 
 def place(mesh: Mesh, tokens: np.ndarray, micro_batch: int) -> jax.Array:
-    """An update's tokens on the devices, from this process's part of them."""
-    shape = (tokens.shape[0], micro_batch, tokens.shape[2])
-    return jax.make_array_from_process_local_data(batch_sharding(mesh), tokens, shape)
+    """Tokens (..., sequence, position) on the devices, from this process's part of the sequences."""
+    shape = (*tokens.shape[:-2], micro_batch, tokens.shape[-1])
+    return jax.make_array_from_process_local_data(batch_sharding(mesh, tokens.ndim), tokens, shape)
 
 
 def on(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,3 +144,19 @@ def on(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments)
 
     return call
+
+
+def measuring(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as a program for the mesh whose results every process has whole."""
+    return on(mesh, jax.jit(function, out_shardings=replicated(mesh)))
+
+
+def gathered(mesh: Mesh, params: Any) -> Any:
+    """The parameters whole on one device of this process. Every process must call it."""
+    whole = _gather(mesh)(params)
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
+
+
+@functools.cache
+def _gather(mesh: Mesh) -> Callable[[Any], Any]:
+    return jax.jit(lambda params: params, out_shardings=replicated(mesh))
