@@ -4,6 +4,7 @@ Nothing here forms a Jacobian: a probe is one tangent pushed forward or one cota
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -59,16 +60,17 @@ def block_operator_norm(
     restarts: int = 2,
     steps: int = 30,
     rounds: int = 8,
-    batch: int = 32,
+    batch: int = 16,
 ) -> BlockNorm:
     """Bracket ‖D f(x)‖ from the (inf,2) to the (inf,2) block norm, ‖Z‖_{inf,2} = max_i ‖z_i‖_2.
 
     With B_j = d f(x)_i / d x_j the norm of output row i is Lambda_i = max over ‖h_j‖_2 ≤ 1 of ‖Σ_j B_j h_j‖_2.
 
     - *Lower*: ascend y ← normalise(Σ_j B_j h_j), h_j ← normalise(B_jᵀ y); the value Σ_j ‖B_jᵀ y‖ never falls.
-    - *Upper*, by duality: Lambda_i² ≤ (Σ_j t_j) λ_max(G), G = Σ_j B_j B_jᵀ / t_j, for every t > 0. G is only (e, e): it
-      is formed column by column, one pull and one push each, and its eigenvalue taken exactly. (A Ritz value would
-      approach λ_max from below and prove nothing.)
+    - *Upper*, by duality: Lambda_i² ≤ (Σ_j t_j) λ_max(G), G = Σ_j B_j B_jᵀ / t_j, for every t > 0. G is only (e, e),
+      and its eigenvalue is taken exactly. (A Ritz value would approach λ_max from below and prove nothing.) The row's
+      blocks come from e pulls, made once, or, where e L d numbers are too many to keep (more than 2^25), G is formed
+      column by column every time, one pull and one push each.
     - *Meeting*: the best weights are t_j = tr(B_jᵀ Y B_j)^(1/2) for the Y, positive and of trace one, that maximises
       their sum, a concave function. Y = y yᵀ at the ascent's fixed point is the first guess; then the best mixture of
       all fixed points and top eigenvectors met so far, and every top eigenvector starts an ascent. What gap remains is
@@ -76,7 +78,7 @@ def block_operator_norm(
       or two hundredths in rows where two unlike maxima almost tie.
 
     The proof is about the Jacobian that the derivative rules of `f` represent. Rounding is covered by an allowance: for
-    the eigenvalue, for sums over L d terms, and for the asymmetry seen in G, where push and pull disagree.
+    the eigenvalue, for sums over L d terms, and for what push and pull are seen to disagree by.
 
     Args:
       f: any map of 2-D arrays with forward and reverse derivatives. It is linearised once.
@@ -90,8 +92,9 @@ def block_operator_norm(
         `rows=None` they spare the rows that cannot be the maximum their certificate.
       restarts: random starts for each row.
       steps: longest ascent from a start.
-      rounds: most certificates formed for a row, 2 e probes each.
-      batch: probes carried at once: memory is O(batch L d) beside what the linearisation of `f` keeps.
+      rounds: most certificates formed for a row.
+      batch: probes carried at once: memory is O(batch L d) beside what the linearisation of `f` keeps and the blocks of
+        one row. On a CPU more are no faster.
 
     Returns:
       `BlockNorm`. Without convergence the bracket stays wide and says so.
@@ -127,19 +130,24 @@ def block_operator_norm(
         raise ValueError(f"row_upper must have one bound a row, shape {picked.shape}, got {known.shape}")
     effort = _Effort(rtol, steps, rounds, batch)
 
-    # Every row climbs from `restarts` random directions, `batch` climbs at a time.
-    starts = jax.random.normal(key, (picked.size * restarts, e), dtype)
-    climb = lambda row_and_start: _ascend(df, row_and_start[0], row_and_start[1], effort)  # noqa: E731
-    climbs = jax.lax.map(climb, (jnp.repeat(picked, restarts), starts), batch_size=batch)
-    climbs = jax.tree.map(lambda a: a.reshape(picked.size, restarts, *a.shape[1:]), climbs)
+    # Every row climbs once, `batch` rows at a time: to find the likely maximum, and what it spares the others.
+    starts = jax.random.normal(key, (picked.size, restarts, e), dtype)
+    climb = lambda row_and_starts: _ascend(_by_probes(df, row_and_starts[0], batch), row_and_starts[1][0], steps, rtol)  # noqa: E731
+    climbs = jax.lax.map(climb, (picked, starts), batch_size=min(batch, picked.size))
 
     # Certificates row by row, the likeliest maximum first, each only for as long as it can matter.
-    def settle(best: Array, row: tuple[Array, _Climb, Array]) -> tuple[Array, tuple[Array, Array, Array]]:
-        lower, y, upper = _certify(df, *row, goal=best if rows is None else jnp.zeros_like(best), effort=effort)
+    def settle(best: Array, row: tuple[Array, _Climb, Array, Array]) -> tuple[Array, tuple[Array, Array, Array]]:
+        index, climb, starts, upper = row
+        goal = best if rows is None else jnp.zeros_like(best)
+        lower, y, upper = jax.lax.cond(
+            upper > (1 + rtol) * jnp.maximum(climb.value, goal),
+            lambda: _certify(df, index, starts.at[0].set(climb.y), upper, goal=goal, effort=effort),
+            lambda: (climb.value, climb.y, jnp.where(jnp.isnan(climb.value), jnp.nan, upper)),
+        )
         return jnp.maximum(best, lower), (lower, y, upper)
 
-    order = jnp.argsort(-climbs.value.max(axis=1))
-    ordered = jax.tree.map(lambda a: a[order], (picked, climbs, known))
+    order = jnp.argsort(-climbs.value)
+    ordered = jax.tree.map(lambda a: a[order], (picked, climbs, starts, known))
     _, (lower, y, upper) = jax.lax.scan(settle, climbs.value.max(), ordered)
 
     best = jnp.argmax(lower)
@@ -178,6 +186,10 @@ def linearise(f: Callable[[Array], Array], x: Float[Array, "..."]) -> Differenti
     return Differential(value, push, lambda cotangent: transpose(cotangent)[0])
 
 
+_HELD = 2**25
+"""Numbers in an output row's blocks (e L d) up to which they are kept while it is certified: 128 MiB of float32."""
+
+
 class _Effort(NamedTuple):
     rtol: float
     steps: int
@@ -193,33 +205,74 @@ class _Climb(NamedTuple):
     lengths: Array
 
 
-def _ascend(df: Differential, row: Array, start: Array, effort: _Effort) -> _Climb:
-    """Alternating ascent from `start`, until a step gains less than a tenth of rtol."""
+class _Row(NamedTuple):
+    """One output row of a differential."""
+
+    pull: Callable[[Array], Array]
+    """y to the tokens B_jᵀ y, (L, d)."""
+    push: Callable[[Array], Array]
+    """Tokens h_j to Σ_j B_j h_j, (e,)."""
+    gram: Callable[[Array], Array]
+    """t to Σ_j B_j B_jᵀ / t_j, (e, e)."""
+
+
+def _by_probes(df: Differential, row: Array, batch: int) -> _Row:
+    """The row through the map itself: two probes a column of the Gram matrix."""
+
+    def gram(t: Array) -> Array:
+        e = df.value.shape[1]
+        column = lambda unit: df.push(_pull_row(df, row, unit) / t[:, None])[row]  # noqa: E731
+        return jax.lax.map(column, jnp.eye(e, dtype=df.value.dtype), batch_size=min(batch, e))
+
+    return _Row(lambda y: _pull_row(df, row, y), lambda tokens: df.push(tokens)[row], gram)
+
+
+def _by_blocks(df: Differential, row: Array, batch: int) -> _Row:
+    """The row's blocks, e probes once; everything else is products of matrices."""
+    e = df.value.shape[1]
+    units = jnp.eye(e, dtype=df.value.dtype)
+    blocks = jax.lax.map(lambda unit: _pull_row(df, row, unit), units, batch_size=min(batch, e))
+    flat, shape = blocks.reshape(e, -1), blocks.shape[1:]
+    product = functools.partial(jnp.matmul, precision="highest")
+
+    def gram(t: Array) -> Array:
+        weighted = (blocks / jnp.sqrt(t)[None, :, None]).reshape(e, -1)
+        return product(weighted, weighted.T)
+
+    return _Row(lambda y: product(y, flat).reshape(shape), lambda tokens: product(flat, tokens.ravel()), gram)
+
+
+def _ascend(row: _Row, start: Array, steps: int, gain: float) -> _Climb:
+    """Alternating ascent from `start`, until a step gains less than the relative `gain`."""
 
     def rising(state: Any) -> Array:
         count, climb, ahead = state
-        return (count < effort.steps) & (jnp.linalg.norm(ahead) > (1 + effort.rtol / 10) * climb.value)
+        return (count < steps) & (jnp.linalg.norm(ahead) > (1 + gain) * climb.value)
 
     def step(state: Any) -> Any:
         count, _, ahead = state
         y = ahead / jnp.linalg.norm(ahead)
-        tokens = _pull_row(df, row, y)
+        tokens = row.pull(y)
         lengths = jnp.linalg.norm(tokens, axis=1)
-        return count + 1, _Climb(lengths.sum(), y, lengths), df.push(_normalise_rows(tokens))[row]
+        return count + 1, _Climb(lengths.sum(), y, lengths), row.push(_normalise_rows(tokens))
 
-    tokens = jax.eval_shape(df.pull, df.value)
+    tokens = jax.eval_shape(row.pull, start)
     nowhere = _Climb(jnp.zeros((), start.dtype), start, jnp.zeros(tokens.shape[0], start.dtype))
     _, climb, _ = jax.lax.while_loop(rising, step, (jnp.int32(0), nowhere, start))
     return climb
 
 
 def _certify(
-    df: Differential, row: Array, climbs: _Climb, upper: Array, *, goal: Array, effort: _Effort
+    df: Differential, index: Array, starts: Array, upper: Array, *, goal: Array, effort: _Effort
 ) -> tuple[Array, Array, Array]:
     """Lower end, its y and upper end of one row; done once upper ≤ (1 + rtol) max(lower, goal)."""
-    restarts, dtype = climbs.y.shape[0], climbs.y.dtype
+    e, (L, d) = df.value.shape[1], jax.eval_shape(df.pull, df.value).shape
+    row = (_by_blocks if e * L * d <= _HELD else _by_probes)(df, index, effort.batch)
+    ascend = lambda start: _ascend(row, start, effort.steps, effort.rtol / 10)  # noqa: E731
+    restarts, dtype = starts.shape[0], starts.dtype
+    climbs = jax.lax.map(ascend, starts, batch_size=min(effort.batch, restarts))
     # Squared token lengths of the directions met: row s of `atoms` is (tr(B_jᵀ y_s y_sᵀ B_j))_j.
-    atoms = jnp.zeros((restarts + 2 * effort.rounds, climbs.lengths.shape[1]), dtype)
+    atoms = jnp.zeros((restarts + 2 * effort.rounds, L), dtype)
     atoms = atoms.at[:restarts].set(climbs.lengths**2)
     slots = jnp.arange(atoms.shape[0], dtype=jnp.int32)
 
@@ -233,9 +286,9 @@ def _certify(
         t = _best_weights(atoms, (slots < filled).astype(dtype))
         # A token that no atom reaches still needs a positive weight; this one costs a thousandth of rtol.
         t = jnp.where(t.sum() > 0, t + 1e-3 * effort.rtol * t.mean(), 1)
-        squared, top = _dual(df, row, t, effort.batch)
-        climb = _ascend(df, row, top, effort)
-        met = jnp.stack([jnp.linalg.norm(_pull_row(df, row, top), axis=1), climb.lengths]) ** 2
+        squared, top = _dual(df, index, row, t)
+        climb = ascend(top)
+        met = jnp.stack([jnp.linalg.norm(row.pull(top), axis=1), climb.lengths]) ** 2
         return (
             count + 1,
             jnp.maximum(lower, climb.value),
@@ -264,15 +317,16 @@ def _best_weights(atoms: Array, filled: Array) -> Array:
     return jnp.sqrt(jax.lax.fori_loop(0, 200, update, filled / filled.sum()) @ atoms)
 
 
-def _dual(df: Differential, row: Array, t: Array, batch: int) -> tuple[Array, Array]:
+def _dual(df: Differential, index: Array, row: _Row, t: Array) -> tuple[Array, Array]:
     """(Σ t) λ_max(Σ_j B_j B_jᵀ / t_j) with its allowance for rounding, and the top eigenvector."""
-    e, dtype = df.value.shape[1], df.value.dtype
-    column = lambda unit: df.push(_pull_row(df, row, unit) / t[:, None])[row]  # noqa: E731
-    gram = jax.lax.map(column, jnp.eye(e, dtype=dtype), batch_size=min(batch, e))
+    gram = row.gram(t)
     eigenvalues, eigenvectors = jnp.linalg.eigh((gram + gram.T) / 2)
-    top = jnp.maximum(eigenvalues[-1], 0)
-    rounding = 4 * e * float(jnp.finfo(dtype).eps) * top + jnp.linalg.norm(gram - gram.T)
-    return t.sum() * (top + rounding), eigenvectors[:, -1]
+    top, vector = jnp.maximum(eigenvalues[-1], 0), eigenvectors[:, -1]
+    # Where pulling and pushing disagree: over all columns, and through the map once more along the top one.
+    again = df.push(row.pull(vector) / t[:, None])[index]
+    disagreement = jnp.linalg.norm(gram - gram.T) + jnp.linalg.norm(again - gram @ vector)
+    rounding = 4 * gram.shape[0] * float(jnp.finfo(gram.dtype).eps) * top + disagreement
+    return t.sum() * (top + rounding), vector
 
 
 def _pull_row(df: Differential, row: Array, y: Array) -> Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sens import operators
 from sens.operators import BlockNorm, block_operator_norm, linearise
 
 KEY = jax.random.key(7)
@@ -196,6 +197,35 @@ def test_known_bounds_spare_rows_their_certificate(rng):
     assert norm.converged
     assert float(norm.lower) <= exact[0] <= float(norm.upper)
     np.testing.assert_allclose(norm.row_upper[1:], 1.99 * exact[1:], rtol=1e-9)
+
+
+@pytest.mark.float32
+def test_a_row_whose_blocks_are_too_many_to_keep_has_the_same_bracket(rng, dtype, monkeypatch):
+    W = random_weights(rng, 8, 2, dtype)
+    f, x = (lambda x: layer(x, W)), jnp.asarray(rng.normal(size=(6, 8)), dtype)
+    kept = bracket(f, x, rtol=1e-3)
+    monkeypatch.setattr(operators, "_HELD", 6 * 8 * 8 - 1)
+    probed = bracket(f, x, rtol=1e-3)
+    assert kept.converged
+    assert probed.converged
+    np.testing.assert_allclose(probed.lower, kept.lower, rtol=1e-3)
+    np.testing.assert_allclose(probed.upper, kept.upper, rtol=1e-3)
+
+
+def test_a_pull_that_disagrees_with_the_push_leaves_the_bracket_wide(rng, monkeypatch):
+    """As rounding would make it, only more: a pull that is a tenth too short."""
+    B = jnp.asarray(rng.normal(size=(4, 4)))
+    exact = operators.linearise
+
+    def skewed(f, x):
+        df = exact(f, x)
+        return df._replace(pull=lambda cotangent: df.pull(cotangent) * 0.9)
+
+    assert bracket(lambda x: x @ B, jnp.ones((3, 4))).converged
+    monkeypatch.setattr(operators, "linearise", skewed)
+    norm = bracket(lambda x: x @ B, jnp.ones((3, 4)))
+    assert not norm.converged
+    assert norm.upper > 1.05 * norm.lower
 
 
 def test_without_convergence_the_bracket_is_wide_and_says_so(rng):
