@@ -9,8 +9,6 @@ import math
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +41,7 @@ def files(directory: Path) -> dict[str, bytes]:
 def numbers(tmp_path: Path) -> Path:
     """A data set of 1000 byte tokens in several shards: 100 documents "aa.....a" of 9 letters and an end each."""
     source = write(tmp_path / "numbers.jsonl", [chr(97 + i % 26) * 9 for i in range(100)])
-    prepare(source, "bytes", tmp_path / "numbers", shard_tokens=128)
+    prepare(source, "bytes", tmp_path / "numbers", shard_bytes=128)
     return tmp_path / "numbers"
 
 
@@ -51,14 +49,14 @@ def numbers(tmp_path: Path) -> Path:
 @given(
     documents=st.lists(st.text(max_size=30), min_size=1, max_size=12).filter(any),
     spec=st.sampled_from(["bytes", "bpe:257"]),
-    shard_tokens=st.integers(1, 60),
+    shard_bytes=st.integers(1, 60),
 )
 def test_the_stream_is_the_documents_each_with_its_end(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[str], spec: str, shard_tokens: int
+    tmp_path_factory: pytest.TempPathFactory, documents: list[str], spec: str, shard_bytes: int
 ):
     root = tmp_path_factory.mktemp("stream")
     out = root / "out"
-    index = prepare(write(root / "a.jsonl", documents), spec, out, shard_tokens=shard_tokens)
+    index = prepare(write(root / "a.jsonl", documents), spec, out, shard_bytes=shard_bytes)
     stream = np.concatenate([np.fromfile(out / shard.file, "<u2") for shard in index.shards]).astype(np.int32)
     tokenizer = data.load_tokenizer(index, out)
     ends = np.flatnonzero(stream == index.end_of_text)
@@ -68,7 +66,7 @@ def test_the_stream_is_the_documents_each_with_its_end(
     assert (index.documents, index.tokens) == (len(documents), stream.size)
     for shard in index.shards:
         assert hashlib.sha256((out / shard.file).read_bytes()).hexdigest() == shard.sha256
-        assert shard.tokens >= shard_tokens or shard is index.shards[-1]
+        assert shard.text_bytes + shard.documents >= shard_bytes or shard is index.shards[-1]
 
 
 def test_index_says_what_is_there(tmp_path: Path):
@@ -110,7 +108,7 @@ def test_windows_cover_the_stream_and_wrap_around(
 ):
     root = tmp_path_factory.mktemp("windows")
     texts = ["".join(chr(97 + (i + j) % 26) for j in range(n)) for i, n in enumerate(lengths)]
-    prepare(write(root / "a.jsonl", texts), "bytes", root / "out", shard_tokens=7)
+    prepare(write(root / "a.jsonl", texts), "bytes", root / "out", shard_bytes=7)
     stream = np.array([token for text in texts for token in (*text.encode(), 256)])
     context = data_.draw(st.integers(1, len(stream)))
     dataset = TokenDataset(root / "out", context, verify=True)
@@ -230,75 +228,11 @@ def test_a_file_is_no_place_for_a_data_set(tmp_path: Path):
 def test_progress_runs_to_the_end(tmp_path: Path):
     source = write(tmp_path / "a.jsonl", ["text"] * 50)
     calls: list[tuple[int, int]] = []
-    prepare(
-        source, "bytes", tmp_path / "out", shard_tokens=60, progress=lambda done, total: calls.append((done, total))
-    )
+    prepare(source, "bytes", tmp_path / "out", shard_bytes=60, progress=lambda done, total: calls.append((done, total)))
     done = [call[0] for call in calls]
     assert (done[0], done[-1]) == (0, 200)
     assert done == sorted(done)
     assert all(done <= total for done, total in calls)
-
-
-# Prepares a data set, prints its progress, and kills itself just before the n-th "document" or "rename" (0: never).
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-from train.data import prepare
-source, spec, out, event, moment = sys.argv[1:]
-seen = {"document": 0, "rename": 0}
-def count(name):
-    seen[name] += 1
-    if name == event and seen[name] == int(moment):
-        os.kill(os.getpid(), signal.SIGKILL)
-def progress(done, total):
-    count("document")
-    print(done, flush=True)
-replace = Path.replace
-def counted(self, target):
-    count("rename")
-    return replace(self, target)
-Path.replace = counted
-prepare(source, spec, Path(out), shard_tokens=1000, progress=progress)
-"""
-
-
-def start(source: str, spec: str, out: Path, event: str = "rename", moment: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CHILD, source, spec, str(out), event, str(moment)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def test_killed_at_any_moment_and_called_again_gives_the_same_files(tmp_path: Path):
-    source = write(tmp_path / "a.jsonl", [f"document {i} of many " * (i % 5 + 1) for i in range(150)])
-    whole = prepare(source, "bpe:270", tmp_path / "whole", shard_tokens=1000)
-    assert len(whole.shards) > 3
-    out = tmp_path / "killed"
-    # Every file is renamed to its name: killed before each rename in turn, and in the middle of a shard.
-    # A shard's rename and its entry in the index alternate: dying before the second one loses that shard.
-    moments = [("rename", 1), ("rename", 2), ("document", 1), ("rename", 1), ("document", 40)]
-    moments += [("rename", 2), ("rename", 3)] * len(whole.shards)
-    kills = 0
-    for event, moment in moments:
-        with start(source, "bpe:270", out, event, moment) as child:
-            child.communicate()
-        if child.returncode == 0:
-            break
-        assert child.returncode == -signal.SIGKILL
-        kills += 1
-        with pytest.raises(DataError, match="killed: not a data set"):
-            TokenDataset(out, 8)
-    assert kills > 2 * len(whole.shards)
-    prepare(source, "bpe:270", out, shard_tokens=1000)
-    assert files(out) == files(tmp_path / "whole")
-
-
-def test_processes_that_start_together_make_one_data_set(tmp_path: Path):
-    source = write(tmp_path / "a.jsonl", [f"document {i}" for i in range(300)])
-    children = [start(source, "bytes", tmp_path / "together") for _ in range(2)]
-    outputs = [child.communicate()[0] for child in children]
-    assert [child.returncode for child in children] == [0, 0]
-    assert sum(bool(output) for output in outputs) == 1  # only one had work to do
-    prepare(source, "bytes", tmp_path / "alone", shard_tokens=1000)
-    assert files(tmp_path / "together") == files(tmp_path / "alone")
 
 
 @pytest.fixture
@@ -312,7 +246,7 @@ def unfinished(tmp_path: Path) -> tuple[str, Path]:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(source, "bpe:260", out, shard_tokens=100, progress=interrupt)
+        prepare(source, "bpe:260", out, shard_bytes=100, progress=interrupt)
     assert not list(out.glob("*.tmp"))
     return source, out
 
@@ -321,7 +255,7 @@ def test_finished_shards_are_kept(unfinished: tuple[str, Path]):
     source, out = unfinished
     kept = {path: path.stat().st_mtime_ns for path in out.glob("shard-*.bin")}
     assert len(kept) >= 2
-    index = prepare(source, "bpe:260", out, shard_tokens=100)
+    index = prepare(source, "bpe:260", out, shard_bytes=100)
     assert len(index.shards) > len(kept)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
@@ -374,10 +308,10 @@ def test_a_write_that_fails_keeps_the_finished_shards(tmp_path: Path):
     source = write(tmp_path / "a.jsonl", ["short"] * 20 + ["long " * 4000] + ["short"] * 20)
     out = tmp_path / "out"
     with file_size_limit(10_000), pytest.raises(DataError, match="after 2 finished shards, which stay; call again"):
-        prepare(source, "bytes", out, shard_tokens=50)
+        prepare(source, "bytes", out, shard_bytes=50)
     assert {path.name for path in out.iterdir()} == {data.UNFINISHED, data.LOCK, "shard-00000.bin", "shard-00001.bin"}
-    prepare(source, "bytes", out, shard_tokens=50)
-    prepare(source, "bytes", tmp_path / "whole", shard_tokens=50)
+    prepare(source, "bytes", out, shard_bytes=50)
+    prepare(source, "bytes", tmp_path / "whole", shard_bytes=50)
     assert files(out) == files(tmp_path / "whole")
 
 

@@ -20,9 +20,8 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,38 +29,26 @@ import numpy as np
 from jaxtyping import Int32
 
 from analysis.records import write_json
+from train import shards
 from train import tokenizer as tokenizers
+from train.shards import Shard
 from train.text import DataError, Source, open_source
-from train.tokenizer import Ids, Tokenizer
+from train.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import grain
 
 FORMAT = "sens tokens 1"
 INDEX, UNFINISHED, LOCK = "index.json", "unfinished.json", ".prepare.lock"
-SHARD_TOKENS = 2**25
-"""A shard ends with the document that reaches this many tokens: about a minute of work that a crash can cost."""
+SHARD_BYTES = 2**26
+"""A shard ends with the document that reaches this much text (`train.shards.split`): seconds of work that a crash can
+cost, in memory once for each process."""
 
 _DTYPES = ("<u2", "<u4")
-_BATCH_BYTES = 2**22  # text tokenised at a time: enough to keep every core at work, small beside a shard
 _SAMPLE_BYTES = 2**18  # text that tells tokens per byte before starting
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of text done and an estimate of all."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """One file of tokens."""
-
-    file: str
-    tokens: int
-    documents: int
-    sha256: str
-    """Of the file."""
-    text_bytes: int
-    text_sha256: str
-    """Of the documents that went in: an interrupted preparation continues only from the same text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,21 +81,25 @@ def prepare(
     out: Path,
     *,
     column: str = "text",
-    shard_tokens: int = SHARD_TOKENS,
+    shard_bytes: int = SHARD_BYTES,
+    workers: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> Index:
     """Tokenise a source (`train.text.open_source`) with a tokenizer (`train.tokenizer`) into the data set `out`.
 
     Finished data sets of the same source and tokenizer are returned at once. Killed at any moment and called again it
-    keeps the finished shards and ends with the same files. Several processes may call it at once: one works, the
-    others wait. Raises `DataError` if `out` holds something else, if the disk has not the room (estimated from a
-    sample before starting), or if the source cannot be read.
+    keeps the finished shards and ends with the same files, whatever the number of `workers`: processes that each write
+    a shard at a time (one: this process, with a BPE's threads on all cores). Several processes may call it at once: one
+    works, the others wait. Raises `DataError` if `out` holds something else, if the disk has not the room (estimated
+    from a sample before starting), or if the source cannot be read.
     """
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
     corpus = open_source(source, column)
     if not (out / INDEX).is_file():
         with _locked(out):
             if not (out / INDEX).is_file():
-                _make(out, corpus, tokenizer, shard_tokens, progress)
+                _make(out, corpus, tokenizer, shard_bytes, workers, progress)
     index = read_index(out)
     _check_origin(index, out, corpus, tokenizer)
     return index
@@ -128,10 +119,15 @@ def read_index(directory: Path) -> Index:
 
 def load_tokenizer(index: Index, directory: Path) -> Tokenizer:
     """The tokenizer that made a data set, from the copy beside its shards."""
-    ready = tokenizers.load("bytes" if index.tokenizer == "bytes" else str(directory / tokenizers.FILE))
+    ready = tokenizers.load(_spec(index, directory))
     if ready.digest != index.tokenizer_digest:
         raise DataError(f"{directory / tokenizers.FILE}: changed since the data set was made; prepare it anew")
     return ready
+
+
+def _spec(index: Index, directory: Path) -> str:
+    """What `tokenizers.load` finds the data set's own tokenizer by."""
+    return "bytes" if index.tokenizer == "bytes" else str(directory / tokenizers.FILE)
 
 
 class TokenDataset:
@@ -242,7 +238,7 @@ def _locked(out: Path) -> Iterator[None]:
         yield
 
 
-def _make(out: Path, corpus: Source, spec: str, shard_tokens: int, progress: Progress) -> None:
+def _make(out: Path, corpus: Source, spec: str, shard_bytes: int, workers: int, progress: Progress) -> None:
     """Begin a data set or continue an unfinished one."""
     if (out / UNFINISHED).is_file():
         index = _read(out / UNFINISHED)
@@ -257,7 +253,7 @@ def _make(out: Path, corpus: Source, spec: str, shard_tokens: int, progress: Pro
         index = _new_index(corpus, spec, ready)
         _write(index, out / UNFINISHED)
     _check_space(out, corpus, ready, index)
-    _tokenise(out, corpus, ready, index, shard_tokens, progress)
+    _tokenise(out, corpus, index, shard_bytes, workers, progress)
 
 
 def _check_origin(index: Index, out: Path, corpus: Source, spec: str) -> None:
@@ -314,7 +310,7 @@ def _check_sizes(index: Index, directory: Path) -> None:
 
 def _check_space(out: Path, corpus: Source, ready: Tokenizer, index: Index) -> None:
     """Refuse to start what the disk cannot hold, judged by the tokens per byte of the source's beginning."""
-    sample = next(_grouped(corpus.documents(), _SAMPLE_BYTES))
+    sample = next(shards.split(corpus.documents(), _SAMPLE_BYTES))
     tokens = sum(len(ids) + 1 for ids in ready.encode_batch(sample))
     ahead = max(corpus.text_bytes - sum(shard.text_bytes for shard in index.shards), 0)
     ratio = tokens / sum(len(document.encode()) for document in sample)
@@ -324,30 +320,31 @@ def _check_space(out: Path, corpus: Source, ready: Tokenizer, index: Index) -> N
         raise DataError(f"{out}: no space: about {needed / 1e6:.1f} MB are needed, {free / 1e6:.1f} MB are free")
 
 
-def _tokenise(out: Path, corpus: Source, ready: Tokenizer, index: Index, shard_tokens: int, progress: Progress) -> None:
+def _tokenise(out: Path, corpus: Source, index: Index, shard_bytes: int, workers: int, progress: Progress) -> None:
     documents = corpus.documents()
     for shard in index.shards:
         _skip(documents, shard, corpus.name)
-    encoded = _encode(documents, ready)
-    while True:
-        done = sum(shard.text_bytes for shard in index.shards)
-        progress(done, max(corpus.text_bytes, done))
-        try:
-            shard = _write_shard(
-                out / f"shard-{len(index.shards):05d}.bin",
-                encoded,
-                index,
-                shard_tokens,
-                lambda more, done=done: progress(done + more, max(corpus.text_bytes, done + more)),
-            )
-        except OSError as error:
-            raise DataError(
-                f"{out}: {error.strerror} after {len(index.shards)} finished shards, which stay; call again to continue"
-            ) from error
-        if shard is None:
-            break
-        index = dataclasses.replace(index, shards=(*index.shards, shard))
-        _write(index, out / UNFINISHED)
+    for left in out.glob("*.tmp"):  # of a process that was killed
+        left.unlink()
+    done = sum(shard.text_bytes for shard in index.shards)
+    progress(done, max(corpus.text_bytes, done))
+    job = shards.Job(out, _spec(index, out), index.end_of_text, index.dtype)
+    written = shards.write_all(
+        job,
+        shards.split(documents, shard_bytes),
+        first=len(index.shards),
+        workers=workers,
+        progress=lambda more: progress(done + more, max(corpus.text_bytes, done + more)),
+    )
+    try:
+        for shard in written:
+            index = dataclasses.replace(index, shards=(*index.shards, shard))
+            _write(index, out / UNFINISHED)
+    except (OSError, shards.WorkerError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(
+            f"{out}: {reason} after {len(index.shards)} finished shards, which stay; call again to continue"
+        ) from error
     (out / UNFINISHED).replace(out / INDEX)
 
 
@@ -355,59 +352,6 @@ def _skip(documents: Iterator[str], shard: Shard, name: str) -> None:
     """Go past the documents of a finished shard, making sure that they are the ones that went in."""
     text = hashlib.sha256()
     for document in itertools.islice(documents, shard.documents):
-        _feed(text, document.encode())
+        shards.feed(text, document.encode())
     if text.hexdigest() != shard.text_sha256:
         raise DataError(f"{name}: the text of {shard.file} changed since; remove the data set and prepare it anew")
-
-
-def _feed(text: "hashlib._Hash", document: bytes) -> None:
-    text.update(document)
-    text.update(b"\xff")  # in no UTF-8 text: keeps documents apart
-
-
-def _grouped(documents: Iterable[str], size: int) -> Iterator[list[str]]:
-    """Documents in lists of about `size` characters."""
-    group, characters = [], 0
-    for document in documents:
-        group.append(document)
-        characters += len(document)
-        if characters >= size:
-            yield group
-            group, characters = [], 0
-    if group:
-        yield group
-
-
-def _encode(documents: Iterator[str], ready: Tokenizer) -> Iterator[tuple[str, Ids]]:
-    """Each document with its ids; one list at a time goes through all cores."""
-    for group in _grouped(documents, _BATCH_BYTES):
-        yield from zip(group, ready.encode_batch(group), strict=True)
-
-
-def _write_shard(
-    path: Path, encoded: Iterator[tuple[str, Ids]], index: Index, shard_tokens: int, progress: Callable[[int], None]
-) -> Shard | None:
-    """The next shard, under its name only when it is whole; None when the source is exhausted."""
-    tokens = documents = text_bytes = 0
-    content, text = hashlib.sha256(), hashlib.sha256()
-    temporary = path.with_suffix(".tmp")
-    try:
-        with temporary.open("wb") as file:
-            for document, ids in encoded:
-                data = np.append(ids, index.end_of_text).astype(index.dtype).tobytes()
-                file.write(data)
-                content.update(data)
-                raw = document.encode()
-                _feed(text, raw)
-                tokens, documents, text_bytes = tokens + len(ids) + 1, documents + 1, text_bytes + len(raw)
-                progress(text_bytes)
-                if tokens >= shard_tokens:
-                    break
-            file.flush()
-            os.fsync(file.fileno())
-        if not documents:
-            return None
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return Shard(path.name, tokens, documents, content.hexdigest(), text_bytes, text.hexdigest())
