@@ -64,6 +64,8 @@ def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> 
     from models.pretrained import ModelError
     from train.checkpoint import CheckpointError
     from train.loop import Interrupted, RunWarning, TrainingError
+    from train.processes import ProcessError
+    from train.sharding import MeshError
     from train.text import DataError
 
     # Orbax logs what it then raises, with pages of traceback.
@@ -73,7 +75,9 @@ def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> 
             warnings.simplefilter("always", RunWarning)
             warnings.showwarning = _show_warning
             command(arguments)
-    except (UsageError, RecordError, DataError, CheckpointError, ModelError, RowsError) as error:
+    except (
+        UsageError, RecordError, DataError, CheckpointError, ModelError, RowsError, MeshError, ProcessError
+    ) as error:  # fmt: skip
         return _complain(str(error))
     except OSError as error:  # a full disk, a read-only directory: the system's own words and the place
         return _complain(f"{error.filename or 'input or output'}: {error.strerror or error}")

@@ -93,15 +93,15 @@ def test_a_run_whose_last_checkpoint_was_lost_to_a_kill_is_trained_to_its_end_ag
     done, tmp_path, corpus, monkeypatch
 ):
     """All updates are recorded but the last save did not come to its end: probing it would measure another update."""
-    from train import reproduce
     from train.presets import from_json
+    from train.sweep import finished
 
     out, _ = done
     config = from_json(records.read_config(out / RUNS[0]))
-    assert reproduce._finished(out / RUNS[0], config)
+    assert finished(out / RUNS[0], config)
     (out / RUNS[0] / "checkpoints" / "20").rename(tmp_path / "20")
     try:
-        assert not reproduce._finished(out / RUNS[0], config)
+        assert not finished(out / RUNS[0], config)
     finally:
         (tmp_path / "20").rename(out / RUNS[0] / "checkpoints" / "20")
 

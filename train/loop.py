@@ -134,7 +134,7 @@ def _run(config, mesh, dataset, checkpointer, state, position, received, recorde
 
 def open_data(config: RunConfig, data: Path, **prepare_options: Any) -> TokenDataset:
     """The prepared text of a run, made from its source if it is not there yet."""
-    prepare(config.train.source, config.train.tokenizer, data, **prepare_options)
+    prepare(config.train.source, config.train.tokenizer, data, column=config.train.column, **prepare_options)
     dataset = TokenDataset(data, config.model.context, verify=True)
     if dataset.index.vocab_size > config.model.vocab_size:
         raise DataError(

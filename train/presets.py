@@ -1,7 +1,8 @@
 """Presets as data, and a run's whole configuration."""
 
 import dataclasses
-from typing import Any
+import types
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from models import ModelConfig
 from train.config import TrainConfig
@@ -19,16 +20,36 @@ class RunConfig:
 
 
 def from_json(value: dict[str, Any]) -> RunConfig:
-    """Back from `RunConfig.as_json`; `ValueError` names fields that are unknown or missing."""
+    """Back from `RunConfig.as_json`; `ValueError` names fields that are unknown, missing or of the wrong type."""
+    if not isinstance(value, dict):
+        raise ValueError(f"want an object with model and train, got {value!r}")
     parts = {}
     for name, kind in (("model", ModelConfig), ("train", TrainConfig)):
         fields = {field.name for field in dataclasses.fields(kind)}
         given = value.get(name, {})
+        if not isinstance(given, dict):
+            raise ValueError(f"{name} must be an object, got {given!r}")
         if given.keys() != fields:
             differing = ", ".join(sorted(given.keys() ^ fields))
             raise ValueError(f"configuration of another version: {name} fields that do not match: {differing}")
+        for field, hint in get_type_hints(kind).items():
+            if not _fits(given[field], hint):
+                raise ValueError(f"{field} must be {getattr(hint, '__name__', hint)}, got {given[field]!r}")
         parts[name] = kind(**given)
     return RunConfig(**parts)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value that was read from JSON is of a field's type."""
+    if get_origin(hint) is types.UnionType:
+        return any(_fits(value, one) for one in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) is tuple:  # of any length
+        return isinstance(value, list | tuple) and all(_fits(entry, get_args(hint)[0]) for entry in value)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, int | float if hint is float else hint)
 
 
 def difference(old: RunConfig, new: RunConfig) -> list[str]:

@@ -24,6 +24,7 @@ def training(name: str) -> Iterator[Callable[[loop.Progress], None]]:
 
         def show(now: loop.Progress) -> None:
             figures = f"loss {now.loss:.3f}  {now.tokens_per_second:,.0f} tokens/s"
+            figures += "" if now.mfu is None else f"  {100 * now.mfu:.1f} % of peak"
             bar.update(task, completed=now.update, total=now.updates, figures=figures)
 
         yield show

@@ -1,21 +1,20 @@
 """The whole experiment in order; every step is left alone when it is already done."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 import rich.console
 
-from analysis import records, tables
+from analysis import tables
 from analysis.identity import verify
 from analysis.probes import read_verification
 from analysis.records import Run, read_runs
 from analysis.report import write_report
 from train import progress
 from train.data import prepare
-from train.loop import train
-from train.presets import RunConfig, from_json
+from train.presets import RunConfig
 from train.probe import DEPTH, ROWS, probe
+from train.sweep import sweep, variants
 
 PLACEMENTS = ("pre", "post")
 
@@ -29,20 +28,16 @@ def reproduce(out: Path, config: RunConfig, seeds: Sequence[int]) -> None:
         say("[bold]1. The identity[/bold] ||J||_{inf->1} = theta/tau, every sign vector against every subset")
         verify(out / "verify.json", show=say)
     with progress.bytes_done("tokenise") as done:
-        prepare(config.train.source, config.train.tokenizer, out / "data", progress=done)
-    runs = []
-    for placement in PLACEMENTS:
-        for seed in seeds:
-            run, one = out / f"{placement}-{seed}", _variant(config, placement, seed)
-            runs.append(run)
-            if not _finished(run, one):
-                say(f"[bold]2. Train[/bold] {placement}-LN, seed {seed}: {one.train.updates} updates, into {run}")
-                with progress.training(run.name) as on_update:
-                    train(run, one, out / "data", on_update=on_update)
-            if not all((run / "probe" / name).is_file() for name in (ROWS, DEPTH)):
-                say(f"[bold]3. Probe[/bold] {run}")
-                probe(run)
-    recorded = read_runs(runs)
+        prepare(config.train.source, config.train.tokenizer, out / "data", column=config.train.column, progress=done)
+
+    def measure(run: Path) -> None:
+        if not all((run / "probe" / name).is_file() for name in (ROWS, DEPTH)):
+            say(f"[bold]3. Probe[/bold] {run}")
+            probe(run)
+
+    runs = variants(out, config, PLACEMENTS, seeds)
+    sweep(runs, out / "data", say=lambda words: say(f"[bold]2. Train[/bold] {words}"), after=measure)
+    recorded = read_runs(list(runs))
     show_table(recorded)
     page = out / "report.html"
     made_from = [out / "verify.json", *(run / "probe" / DEPTH for run in runs)]  # the last file of every step
@@ -61,19 +56,3 @@ def recorded_unigram_entropy(runs: Sequence[Run]) -> float | None:
     """The entropy of the text's token frequencies, if all runs saw the same text."""
     values = {run.config["data"]["unigram_entropy"] for run in runs}
     return values.pop() if len(values) == 1 else None
-
-
-def _variant(config: RunConfig, placement: str, seed: int) -> RunConfig:
-    return RunConfig(
-        dataclasses.replace(config.model, placement=placement), dataclasses.replace(config.train, seed=seed)
-    )
-
-
-def _finished(run: Path, config: RunConfig) -> bool:
-    """Whether the run is this one with its last checkpoint whole (anything else is left to `train`)."""
-    if not (run / "checkpoints" / str(config.train.updates)).is_dir():
-        return False
-    try:
-        return from_json(records.read_config(run)) == config
-    except ValueError:  # of another version: `train` says which fields
-        return False

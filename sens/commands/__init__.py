@@ -1,9 +1,13 @@
 """The commands behind `sens`, one function each: what they share. Everything heavy is imported when a command runs."""
 
 import contextlib
+import dataclasses
+import difflib
 import io
+import json
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 
 class UsageError(ValueError):
@@ -33,7 +37,7 @@ def parse(kind: type, command: str, arguments: Sequence[str], default: Any = Non
 
 def preset_named(arguments: Sequence[str], command: str, fallback: str) -> tuple[Any, str]:
     """The preset named in the arguments: its values are the defaults that the real parser shows and overrides."""
-    from train.presets import PRESETS
+    from train.presets import PRESETS, from_json
 
     name = fallback
     for position, argument in enumerate(arguments):
@@ -41,6 +45,46 @@ def preset_named(arguments: Sequence[str], command: str, fallback: str) -> tuple
             name = arguments[position + 1]
         elif argument.startswith("--preset="):
             name = argument.removeprefix("--preset=")
-    if name not in PRESETS:
-        raise UsageError(f"no preset {name!r} (want one of {', '.join(PRESETS)})")
-    return PRESETS[name], name
+    if name in PRESETS:
+        return PRESETS[name], name
+    if not name.endswith(".json"):
+        raise UsageError(f"no preset {name!r} (want one of {', '.join(PRESETS)}, or a .json file)")
+    try:
+        return from_json(json.loads(Path(name).read_text(encoding="utf-8"))), name
+    except OSError as error:
+        raise UsageError(f"preset {name}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"preset {name}: {error}") from error
+
+
+def with_settings(arguments: Sequence[str], *kinds: type) -> list[str]:
+    """`--set field=value ...` in arguments replaced by the options of those fields: a value is read in one way."""
+    fields = {field.name: get_type_hints(kind)[field.name] for kind in kinds for field in dataclasses.fields(kind)}
+    given, settings, inside = [], [], False
+    for argument in arguments:
+        inside = argument == "--set" or (inside and not argument.startswith("--"))
+        if argument.startswith("--set="):
+            settings.append(argument.removeprefix("--set="))
+        elif not inside:
+            given.append(argument)
+        elif argument != "--set":
+            settings.append(argument)
+    return given + [part for setting in settings for part in _option(setting, fields)]
+
+
+def _option(setting: str, fields: dict[str, Any]) -> list[str]:
+    name, equals, value = setting.partition("=")
+    field = name.strip().replace("-", "_")
+    if not equals:
+        raise UsageError(f"--set {setting}: want field=value")
+    if field not in fields:
+        near = difflib.get_close_matches(field, fields, 1)
+        raise UsageError(f"--set {setting}: no field {name!r}{f'; did you mean {near[0]}?' if near else ''}")
+    option = field.replace("_", "-")
+    if fields[field] is bool:
+        if value not in ("true", "false"):
+            raise UsageError(f"--set {setting}: {field} is true or false")
+        return [f"--{option}" if value == "true" else f"--no-{option}"]
+    if "tuple" in str(fields[field]):
+        return [f"--{option}", *filter(None, value.split(","))]
+    return [f"--{option}={value}"]

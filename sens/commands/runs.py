@@ -4,9 +4,9 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from sens.commands import UsageError, parse, preset_named
+from sens.commands import UsageError, parse, preset_named, with_settings
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -16,20 +16,42 @@ def train(arguments: Sequence[str]) -> None:
     from models import ModelConfig
     from train.config import TrainConfig
 
+    arguments = with_settings(arguments, ModelConfig, TrainConfig)
     defaults, name = preset_named(arguments, "train", "mini")
 
     @dataclasses.dataclass(frozen=True)
     class Train:
-        """Train one run, or continue it: the same command again goes on where it was."""
+        """Train one run, or one for each of several seeds and placements; the same command goes on where it was.
+
+        Exit status: 0 finished; 2 something given does not fit; 1 a run cannot go on (a loss or gradient that is not
+        finite, a full disk); 75 stopped by SIGTERM and 130 by Ctrl-C, saved: the same command continues.
+        """
 
         out: Annotated[Path, tyro.conf.arg(help_behavior_hint="(required)")]
-        """The run's directory."""
+        """The run's directory; of several runs, the directory of theirs."""
         model: ModelConfig
         train: TrainConfig
         preset: str = name
-        """tiny, mini, deep, gpt2-small or paper: where the values below start."""
+        """tiny, mini, deep, gpt2-small or paper, or a .json file like a run's config.json: where the values below
+        start."""
+        set: tuple[str, ...] = ()
+        """Fields of the model or the training as field=value, as in --set lr=1e-3 n_layer=4 causal=false: the same as
+        their options."""
+        seeds: tuple[int, ...] = ()
+        """One run for each, into out/pre-42 and so on, instead of one of the seed below."""
+        placements: tuple[Literal["pre", "post"], ...] = ()
+        """One run for each, instead of one of the placement below."""
         data: Path | None = None
-        """Tokenised text, made from the source when missing; by default `data` beside the run's directory."""
+        """Tokenised text, made from the source when missing; by default `data` beside the run's directory, of several
+        runs in theirs."""
+        workers: int = 1
+        """Processes that tokenise, a shard at a time each; one uses all cores by threads where the tokenizer has them.
+        The files are the same."""
+        mesh: str | None = None
+        """Devices along the axes data, fsdp and tensor, as in data=2,fsdp=4; by default all along data. Not part of the
+        run's configuration: it goes on on another mesh."""
+        peak_tflops: float | None = None
+        """A device's peak, 10^12 operations a second, for the share that is reached; by default what is known of it."""
         tensorboard: bool = False
         """Also write TensorBoard events into the run's directory."""
         skip_nonfinite: int = 0
@@ -39,23 +61,37 @@ def train(arguments: Sequence[str]) -> None:
     options = parse(Train, "train", arguments, Train(tyro.MISSING, defaults.model, defaults.train))
     if options.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise UsageError("--tensorboard needs tensorboardX; remedy: pip install 'sens[tensorboard]'")
+    if options.workers < 1:
+        raise UsageError(f"workers must be at least 1, got {options.workers}")
     if options.skip_nonfinite < 0:
         raise UsageError(f"skip-nonfinite must not be negative, got {options.skip_nonfinite}")
-    from train import progress
+    if options.peak_tflops is not None and not options.peak_tflops > 0:
+        raise UsageError(f"peak-tflops must be positive, got {options.peak_tflops}")
+    from train import processes, progress, sharding
+    from train.data import prepare
     from train.loop import train as run
     from train.presets import RunConfig
+    from train.sweep import sweep, variants
 
     config = RunConfig(options.model, options.train)
-    data = options.data or options.out.parent / "data"
-    with progress.training(str(options.out)) as on_update:
-        run(
-            options.out,
-            config,
-            data,
-            tensorboard=options.tensorboard,
-            skip_nonfinite=options.skip_nonfinite,
-            on_update=on_update,
-        )
+    several = bool(options.seeds or options.placements)
+    data = options.data or (options.out if several else options.out.parent) / "data"
+    keywords = {
+        "mesh": None if options.mesh is None else sharding.parse(options.mesh),
+        "peak_tflops": options.peak_tflops,
+        "tensorboard": options.tensorboard,
+        "skip_nonfinite": options.skip_nonfinite,
+    }
+    processes.join()
+    with progress.bytes_done("tokenise") as done:
+        text = config.train
+        prepare(text.source, text.tokenizer, data, column=text.column, workers=options.workers, progress=done)
+    if several:
+        seeds, placements = options.seeds or (config.train.seed,), options.placements or (config.model.placement,)
+        sweep(variants(options.out, config, placements, seeds), data, say=print, **keywords)
+    else:
+        with progress.training(str(options.out)) as on_update:
+            run(options.out, config, data, on_update=on_update, **keywords)
 
 
 def probe(arguments: Sequence[str]) -> None:
