@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sens import checks
+from sens.decompose import eigh
 
 
 @jax.tree_util.register_dataclass
@@ -320,7 +321,7 @@ def _best_weights(atoms: Array, filled: Array) -> Array:
 def _dual(df: Differential, index: Array, row: _Row, t: Array) -> tuple[Array, Array]:
     """(Σ t) λ_max(Σ_j B_j B_jᵀ / t_j) with its allowance for rounding, and the top eigenvector."""
     gram = row.gram(t)
-    eigenvalues, eigenvectors = jnp.linalg.eigh((gram + gram.T) / 2)
+    eigenvalues, eigenvectors = eigh((gram + gram.T) / 2)
     top, vector = jnp.maximum(eigenvalues[-1], 0), eigenvectors[:, -1]
     # Where pulling and pushing disagree: over all columns, and through the map once more along the top one.
     again = df.push(row.pull(vector) / t[:, None])[index]

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sens import checks
+from sens.decompose import svd
 
 Params = Any
 Stream = Float[Array, "..."]
@@ -349,6 +350,6 @@ def singular_values(
         zero,
     )
     _, _, alphas, betas, _ = jax.lax.fori_loop(0, steps, step, state)
-    P, values, _ = jnp.linalg.svd(jnp.diag(alphas) + jnp.diag(betas[:-1], 1))
+    P, values = svd(jnp.diag(alphas) + jnp.diag(betas[:-1], 1))
     residuals = betas[-1] * jnp.abs(P[-1])
     return SingularValues(values[:count], residuals[:count], residuals[:count] <= rtol * values[:count])

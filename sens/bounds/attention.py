@@ -1,11 +1,15 @@
 """Bounds on Lambda(U) = ‖D MHA(U)‖ from the (inf,2) to the (inf,2) block norm (theory: "Multi-head attention").
 
-For an output as wide as the input it is the (inf,rms) norm too. Attention has no biases, and dropout is off:
+For an output as wide as the input it is the (inf,rms) norm too. Dropout is off, and the paper has no biases:
 Q_h = U W^Q_h, K_h = U W^K_h, V_h = U W^V_h, A_h = softmax(Q_h K_hᵀ / (sqrt(d_h) tau)), MHA(U) = [A_1 V_1 | ..] W^O.
+With biases the bounds at a point hold for its queries, keys and values as they are; those by magnitude take the biases
+of queries, and with rotary positions of keys. Others change no derivative: a shift of all values or of all scores of a
+row is nothing to the softmax's Jacobian.
 
 The chain  Lambda ≤ covariance ≤ refined ≤ local ≤ bounded  holds always (to rounding).
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +25,8 @@ from sens.bounds.weights import (
     non_negative,
     positive,
     spectral,
-    top_eigenvalue,
-    triangular_factor,
 )
+from sens.decompose import top_eigenvalue, triangular_factor
 
 
 class Pathways(NamedTuple):
@@ -46,11 +49,17 @@ def attention_local(
     theta: Float[Array, " H"],
     magnitude: float | Float[Array, ""],
     tau: float | Float[Array, ""] = 1.0,
+    query_bias: Float[Array, "H e"] | None = None,
+    key_bias: Float[Array, "G e"] | None = None,
 ) -> Float[Array, ""]:
     """The paper's local bound: Lambda(U) ≤ ‖W^O‖ Σ_h (‖W^V_h‖ + theta_h/tau · Phi_h).
 
     Phi_h = 2 d B² / sqrt(d_h) · ‖W^Q_h‖ ‖W^K_h‖ ‖W^V_h‖, at a point with B = ‖U‖_{inf,rms} = `magnitude` and `theta[h]`
     at least theta of every row of head h. Any fixed mask; rotary positions are orthogonal and change nothing.
+
+    With biases (ours) q_i is at most b = sqrt(d) B ‖W^Q_h‖ + ‖b^Q_h‖ long and k_j, about b^K_h or with rotary positions
+    about zero, c = sqrt(d) B ‖W^K_h‖ (+ ‖b^K_h‖): Phi_h = sqrt(d) B / sqrt(d_h) · ‖W^V_h‖ (‖W^Q_h‖ c + ‖W^K_h‖ b). So
+    `key_bias` is wanted with rotary positions alone.
 
     Raises ValueError on shapes that do not fit, weights that are not finite, tau ≤ 0, theta outside [0, 1].
 
@@ -61,11 +70,18 @@ def attention_local(
     2.4142
     """
     W = heads(W_query, W_key, W_value, W_out)
-    theta = in_unit_interval(finite(theta, "theta", W.query.shape[:1]), "theta")
-    score = theta * (
-        2 * W.query.shape[1] * W.logit_scale * non_negative(magnitude, "magnitude") ** 2 / positive(tau, "tau")
-    )
-    return W.out_norm * jnp.sum(spectral(W.value) * (1 + score * spectral(W.query) * spectral(W.key)))
+    H, d, e = W.query.shape
+    theta = in_unit_interval(finite(theta, "theta", (H,)), "theta") / positive(tau, "tau")
+    token = math.sqrt(d) * non_negative(magnitude, "magnitude")
+    query, key, value = spectral(W.query), spectral(W.key), spectral(W.value)
+    longest_query, longest_key = token * query, token * key
+    if query_bias is not None:
+        longest_query = longest_query + jnp.linalg.norm(finite(query_bias, "query_bias", (H, e)), axis=1)
+    if key_bias is not None:
+        lengths = jnp.linalg.norm(finite(key_bias, "key_bias", (W_key.shape[0], e)), axis=1)
+        longest_key = longest_key + jnp.repeat(lengths, H // W_key.shape[0])
+    score = theta * W.logit_scale * token * (query * longest_key + key * longest_query)
+    return W.out_norm * jnp.sum(value * (1 + score))
 
 
 def attention_bounded(
@@ -76,6 +92,8 @@ def attention_bounded(
     *,
     magnitude: float | Float[Array, ""],
     tau: float | Float[Array, ""] = 1.0,
+    query_bias: Float[Array, "H e"] | None = None,
+    key_bias: Float[Array, "G e"] | None = None,
 ) -> Float[Array, ""]:
     """The paper's Lipschitz constant on ‖U‖_{inf,rms} ≤ B = `magnitude`: the local bound with theta = 1.
 
@@ -88,7 +106,8 @@ def attention_bounded(
     3.8284
     """
     one = jnp.ones(jnp.shape(W_query)[:1], jnp.result_type(W_query))
-    return attention_local(W_query, W_key, W_value, W_out, theta=one, magnitude=magnitude, tau=tau)
+    biases = {"query_bias": query_bias, "key_bias": key_bias}
+    return attention_local(W_query, W_key, W_value, W_out, theta=one, magnitude=magnitude, tau=tau, **biases)
 
 
 def attention_refined(

@@ -1,15 +1,14 @@
 """What the bounds share: checked weights with one key/value head a query head, and spectral norms."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from sens import checks
+from sens.decompose import top_eigenvalue
 
 
 class Heads(NamedTuple):
@@ -86,24 +85,3 @@ def spectral(W: Float[Array, "*batch a b"]) -> Float[Array, "*batch"]:
     """Spectral norm over the last two axes, by the eigenvalues of the smaller Gram matrix (its top one is accurate)."""
     tall = W.shape[-2] >= W.shape[-1]
     return jnp.sqrt(top_eigenvalue(W.mT @ W if tall else W @ W.mT))
-
-
-def top_eigenvalue(gram: Float[Array, "*batch n n"]) -> Float[Array, "*batch"]:
-    """The largest eigenvalue of positive semidefinite matrices."""
-    return jnp.maximum(in_turn(lambda one: jnp.linalg.eigvalsh(one)[-1], gram), 0)
-
-
-def triangular_factor(W: Float[Array, "*batch a b"]) -> Float[Array, "*batch c b"]:
-    """R of W = Q R, Q with orthonormal columns: as long as W on every vector."""
-    return in_turn(lambda one: jnp.linalg.qr(one, mode="r"), W)
-
-
-def in_turn(f: Callable[[Array], Array], matrices: Float[Array, "*batch a b"]) -> Array:
-    """`f` of each matrix, one after the other.
-
-    On a CPU jaxlib gives the matrices of one batched decomposition to the threads that run the program, and waits: when
-    as many such decompositions run side by side as there are threads, all wait for ever (seen with jaxlib 0.10.2 on two
-    cores). A single matrix is decomposed where it is called. For the same reason nothing here is vmapped.
-    """
-    found = jax.lax.map(f, matrices.reshape(-1, *matrices.shape[-2:]))
-    return found.reshape(*matrices.shape[:-2], *found.shape[1:])
