@@ -6,7 +6,7 @@ construction: nothing here takes a dropout key, so a model that was trained with
 Geometries stay apart. Bounds in the block norm (inf,rms) belong beside `lambda_lower` and `lambda_upper`
 (`sens.operators.block_operator_norm`, proved over all output rows), those of one head in Frobenius geometry beside
 `spectral_lower` and `spectral_upper` (`sens.spectral.spectral_norm`). A figure that does not apply is NaN, null in a
-record: with biased queries all that needs `||q_i|| <= sqrt(d) B_U ||W^Q||`, with rotary positions Yudin's and Castin's.
+record: with biased queries Newhouse's, Yudin's and Castin's, with rotary positions the latter two.
 
 The figures are the columns `records.BOUND_COLUMNS` (a line a layer) and `probes.HEAD_COLUMNS` (a line a head).
 """
@@ -43,13 +43,39 @@ ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", 
 def measure_layer(
     model: ModelConfig, params: gpt.Params, entering: Float[Array, "n_layer t d"], layer: Layer, key: PRNGKeyArray
 ) -> tuple[Figures, Figures]:
-    """The figures of one layer, and over its heads, from the streams of one sequence that enter the layers.
+    """`measure_block` of one layer, from the streams of one sequence that enter the layers.
 
-    Memory is that of one layer's attention and of the probes. Call it under `jax.jit`: one program serves all layers.
+    Call it under `jax.jit`: one program serves all layers.
     """
-    block, x = gpt.layer(params, layer), entering[layer]
-    at = _attention(model, params, block, x, layer, key)
-    whole = _whole_layer(model, block, x, at, key)
+    x = entering[layer]
+    below = norm_reach(gpt.layer(params, layer - 1)["norm_ffn"])
+    return measure_block(model, gpt.layer(params, layer), x, jnp.where(layer == 0, sens.norm_inf_rms(x), below), key)
+
+
+def measure_block(
+    model: ModelConfig, block: gpt.Params, x: Float[Array, "t d"], entering: Float[Array, ""], key: PRNGKeyArray
+) -> tuple[Figures, Figures]:
+    """The figures of one layer, and over its heads, at the stream of one sequence that enters it.
+
+    `entering` is what no token of that stream exceeds in RMS norm, by the norm that it leaves (`norm_reach`): a
+    post-LN layer's domain. Memory is that of one layer's attention and of the probes.
+    """
+    at = _attention(model, block, x, entering, key)
+    figures, heads = _of_attention(at)
+    return {**figures, **_whole_layer(model, block, x, at, key)}, {**heads, **_heads_alone(model, block, x, at, key)}
+
+
+def measure_attention(
+    model: ModelConfig, block: gpt.Params, x: Float[Array, "t d"], entering: Float[Array, ""], key: PRNGKeyArray
+) -> tuple[Figures, Figures]:
+    """What `measure_block` says of the attention, and not of the FFN, the whole layer and each head alone.
+
+    Those take most of the time in a layer as wide as a published model's.
+    """
+    return _of_attention(_attention(model, block, x, entering, key))
+
+
+def _of_attention(at: "_Attention") -> tuple[Figures, Figures]:
     row = jnp.argmax(at.true.row_lower)
     figures = {
         "row": at.true.rows[row],
@@ -59,10 +85,13 @@ def measure_layer(
         "lambda_upper": at.true.upper,
         "converged": at.true.converged,
         **at.bounds,
-        **whole,
     }
-    pathways = {name: terms[row] for name, terms in at.pathways._asdict().items()}
-    return figures, {"theta": at.theta, **pathways, **_heads_alone(model, block, x, at, key)}
+    return figures, {"theta": at.theta, **{name: terms[row] for name, terms in at.pathways._asdict().items()}}
+
+
+def norm_reach(norm: gpt.Params) -> Float[Array, ""]:
+    """What no token that leaves a norm exceeds in RMS norm."""
+    return bounds.norm_magnitude(norm["scale"], norm.get("bias"))
 
 
 def record_layer(update: int, layer: int, figures: Figures) -> dict[str, Any]:
@@ -106,9 +135,7 @@ class _Attention(NamedTuple):
     true: BlockNorm
 
 
-def _attention(
-    model: ModelConfig, params: gpt.Params, block: gpt.Params, x: Array, layer: Layer, key: PRNGKeyArray
-) -> _Attention:
+def _attention(model: ModelConfig, block: gpt.Params, x: Array, entering: Array, key: PRNGKeyArray) -> _Attention:
     u = gpt.attention_input(model, block, x)
     W = _weights(model, block)
     probabilities = gpt.attention_weights(model, block, x)
@@ -127,7 +154,7 @@ def _attention(
     }
     covariance = bounds.attention_covariance(*W, **point)
     magnitude = sens.norm_inf_rms(u)
-    domain = _domain(model, params, block, layer, magnitude)
+    domain = _domain(model, block, entering)
     return _Attention(
         W=W,
         u=u,
@@ -138,7 +165,7 @@ def _attention(
         bounds={
             "covariance": jnp.max(covariance),
             "refined": jnp.max(bounds.attention_refined(*W, **point)),
-            **_by_magnitude(model, W, jnp.max(theta, axis=1), magnitude, domain),
+            **_by_magnitude(model, block, W, jnp.max(theta, axis=1), magnitude, domain),
         },
         pathways=bounds.attention_pathways(*W, **point),
         # The covariance bound spares most rows a certificate.
@@ -164,30 +191,26 @@ def _rotation(model: ModelConfig, t: int, dtype: Any) -> Float[Array, "t e e"]:
     return rotate(model, units).mT
 
 
-def _domain(model: ModelConfig, params: gpt.Params, block: gpt.Params, layer: Layer, magnitude: Array) -> Array:
-    """B_LN: what no input of the layer's attention and FFN exceeds in token RMS norm, by the norms that it comes from.
-
-    A post-LN layer's input is what the layer below normalises; the first one's is the embedding, taken as measured.
-    """
-
-    def most(norm: gpt.Params) -> Array:
-        return bounds.norm_magnitude(norm["scale"], norm.get("bias"))
-
-    own = jnp.maximum(most(block["norm_attention"]), most(block["norm_ffn"]))
-    if model.placement == "pre":
-        return own
-    entering = jnp.where(layer == 0, magnitude, most(gpt.layer(params, layer - 1)["norm_ffn"]))
-    return jnp.maximum(own, entering)
+def _domain(model: ModelConfig, block: gpt.Params, entering: Array) -> Array:
+    """B_LN: what no input of the layer's attention and FFN exceeds in token RMS norm, by the norms it comes from."""
+    own = jnp.maximum(norm_reach(block["norm_attention"]), norm_reach(block["norm_ffn"]))
+    return own if model.placement == "pre" else jnp.maximum(own, entering)
 
 
-def _by_magnitude(model: ModelConfig, W: _Weights, theta: Array, magnitude: Array, domain: Array) -> Figures:
+def _by_magnitude(
+    model: ModelConfig, block: gpt.Params, W: _Weights, theta: Array, magnitude: Array, domain: Array
+) -> Figures:
     """The bounds that know of the input only how large it is, or may be."""
+    biases: Figures = {}
     if model.qkv_bias:
-        return dict.fromkeys(("local", "bounded", "newhouse"), jnp.nan * magnitude)
+        of = ("query", "key") if model.positions == "rope" else ("query",)
+        biases = {f"{name}_bias": block["attention"][name]["bias"].reshape(-1, model.d_head) for name in of}
+    # Newhouse et al. have no biases, and queries that are longer than the weights make them escape their bound.
+    without = not model.qkv_bias
     return {
-        "local": bounds.attention_local(*W, theta=theta, magnitude=magnitude, tau=model.tau),
-        "bounded": bounds.attention_bounded(*W, magnitude=domain, tau=model.tau),
-        "newhouse": bounds.newhouse_attention(*W, magnitude=domain, tau=model.tau),
+        "local": bounds.attention_local(*W, theta=theta, magnitude=magnitude, tau=model.tau, **biases),
+        "bounded": bounds.attention_bounded(*W, magnitude=domain, tau=model.tau, **biases),
+        "newhouse": bounds.newhouse_attention(*W, magnitude=domain, tau=model.tau) if without else jnp.nan * domain,
     }
 
 

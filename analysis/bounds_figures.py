@@ -38,8 +38,8 @@ def against_bounds(tables: Mapping[str, pl.DataFrame]) -> Figure:
     """Figure 5a: by layer, Lambda and the bounds on it; below, the same of the whole layer. One column a run."""
     figure, axes = new_figure(2, len(tables), height=6.8, sharex="col", sharey="row")
     for (attention, layer), (name, table) in zip(axes.T, tables.items(), strict=True):
-        _bars(attention, table, "lambda", "Λ, proved", ATTENTION)
-        _bars(layer, table, "layer", "norm, proved", LAYER)
+        bars(attention, table, "lambda", "Λ, proved", ATTENTION)
+        bars(layer, table, "layer", "norm, proved", LAYER)
         attention.set_title(f"{name}: attention at update {table['update'][0]}")
         layer.set_title("the whole layer")
         layer.set_xlabel("layer")
@@ -51,7 +51,7 @@ def against_bounds(tables: Mapping[str, pl.DataFrame]) -> Figure:
     return figure
 
 
-def _bars(panel: Axes, table: pl.DataFrame, norm: str, label: str, names: Mapping[str, str]) -> None:
+def bars(panel: Axes, table: pl.DataFrame, norm: str, label: str, names: Mapping[str, str]) -> None:
     """The true norm between its ends, and each bound that applies."""
     layers = table["layer"].to_numpy()
     lower, upper = (table[f"{norm}_{end}"].cast(pl.Float64).to_numpy() for end in ("lower", "upper"))
@@ -103,12 +103,12 @@ def checkpoint_tables(runs: Sequence[Run]) -> list[Table]:
     return [attention_table(layers), layer_table(layers), heads_table(heads)]
 
 
-def attention_table(tables: Mapping[str, pl.DataFrame]) -> Table:
-    """Lambda of each layer's attention, and each bound's ratio to it."""
-    columns = ("attention", "Λ", "B_U", *ATTENTION.values())
+def attention_table(tables: Mapping[str, pl.DataFrame], names: Mapping[str, str] = ATTENTION) -> Table:
+    """Lambda of each layer's attention, and each bound's ratio to it; `names` of the bounds head the columns."""
+    columns = ("attention", "Λ", "B_U", *names.values())
     rows = []
     for name, line in _lines(tables):
-        ratios = (_ratio(line[bound], line["lambda_lower"]) for bound in ATTENTION)
+        ratios = (_ratio(line[bound], line["lambda_lower"]) for bound in names)
         rows.append((name, _between(line, "lambda"), _number(line["magnitude"]), *ratios))
     return Table("Λ(U) in (inf,rms), and how many times larger each bound on it is", columns, tuple(rows))
 

@@ -121,10 +121,10 @@ def over_training(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def products_table(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Table:
-    """What the product from above block 0 to the output does, by run."""
+def products_table(depths: Mapping[str, pl.DataFrame], when: str = "") -> Table:
+    """What the product from above block 0 to the output does, by the name of a run or a model."""
     columns = (
-        "run",
+        "",
         "root mean square gain",
         "tr(P)/n",
         *(f"share of {name}" for name in ("bare term", "one branch", "two or more")),
@@ -132,13 +132,13 @@ def products_table(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Table
         "gradient norm there / at the top",
     )
     lines = []
-    for run, table in zip(runs, depths, strict=True):
+    for name, table in depths.items():
         here, top = table.row(min(START, len(table) - 1), named=True), table.row(-1, named=True)
         shares = (here[f"share_{term}"] for term in TERMS)
         ratio = here["gradient"] / top["gradient"] if top["gradient"] else None
         lines.append(
             (
-                run.label,
+                name,
                 f"{here['gain']:.3g}",
                 f"{here['alignment']:.3g} ± {here['alignment_se']:.1g}",
                 *map(_number, shares),
@@ -146,7 +146,7 @@ def products_table(runs: Sequence[Run], depths: Sequence[pl.DataFrame]) -> Table
                 _number(ratio),
             )
         )
-    return Table("Products of Jacobians from above block 0 to the output, last checkpoints", columns, tuple(lines))
+    return Table(f"Products of Jacobians from above block 0 to the output{when}", columns, tuple(lines))
 
 
 def verdict(table: pl.DataFrame) -> str:

@@ -9,18 +9,21 @@ model) are left out, as NaN.
 
 import dataclasses
 import functools
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import polars as pl
 from jaxtyping import Array, Bool, Float, Int
 
 import sens
-from analysis.attention import summarise
+from analysis import inspect_bounds, inspect_depth
+from analysis.attention import sampled_layers, summarise
 from models import ModelConfig, gpt
 from models.pretrained import ModelError, Pretrained, open_model
 from models.pretrained.tokenizer import Tokenizer
@@ -32,6 +35,9 @@ DOMINANT = 2 / 3
 QUANTITIES = (*sens.AttentionStats._fields, "dominant", "sink")
 """Of a row: `sens.AttentionStats`, whether p_max > 2/3 (the mean is the share of such rows), and the mass on its head's
 sink, the token with the most mass over the sequence."""
+
+
+Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +66,12 @@ class Inspection:
     """The position of each head's sink."""
     layers: dict[str, Float[np.ndarray, " n"]]
     """Of every layer: root mean square of the stream that enters, largest `a_{k,i}` of its norms (Corollary A.3)."""
+    bounds: pl.DataFrame | None
+    """A line a layer that was chosen: Lambda and the bounds on it (`inspect_bounds`)."""
+    pathways: pl.DataFrame | None
+    """A line a head of those layers."""
+    depth: pl.DataFrame | None
+    """A line a sublayer: its Jacobian, and the product from it to the output (`inspect_depth`)."""
 
 
 def read_text(path: Path) -> str:
@@ -113,15 +125,32 @@ def open_and_inspect(
     length: int | None = None,
     sequences: int = 1,
     tau: float = 1.0,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    bounds_layers: Sequence[int] | None = (),
+    bounds_length: int = 32,
+    depth: bool = False,
+    progress: Progress = lambda done, total: None,
 ) -> Inspection:
-    """`inspect` a model on disk on a text: with its own tokenizer unless another's path is given, `sequences` of it."""
+    """`inspect` a model on disk on a text: with its own tokenizer unless another's path is given, `sequences` of it.
+
+    With `bounds_layers` (None: 0, N/4, N/2, 3N/4, N-1) Lambda and its bounds are measured there, on a sequence of
+    `bounds_length` tokens from the text's start.
+    """
     model = open_model(path)
     config = model.config
     encoder = load_tokenizer(path, config.vocab_size, model.tokenizer, tokenizer)
     cut_text = cut(text, encoder, min(512, config.context) if length is None else length, sequences)
+    layers = sampled_layers(config.n_layer) if bounds_layers is None else tuple(sorted(set(bounds_layers)))
     name = path.resolve().stem if path.is_file() else path.resolve().name
-    return inspect(model, cut_text, tau=tau, name=name + (f", τ × {tau:g}" if tau != 1 else ""), progress=progress)
+    return inspect(
+        model,
+        cut_text,
+        tau=tau,
+        name=name + (f", τ × {tau:g}" if tau != 1 else ""),
+        bounds_layers=layers,
+        bounds_text=cut(text, encoder, min(bounds_length, config.context), 1) if layers else None,
+        depth=depth,
+        progress=progress,
+    )
 
 
 def inspect(
@@ -130,43 +159,79 @@ def inspect(
     *,
     tau: float = 1.0,
     name: str,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    bounds_layers: Sequence[int] = (),
+    bounds_text: Text | None = None,
+    depth: bool = False,
+    progress: Progress = lambda done, total: None,
 ) -> Inspection:
     """Measure every attention row of every layer; `tau` multiplies the model's own softmax temperature.
 
-    `progress(done, total)` counts layers. `ModelError` where the model gives numbers that are none, or the text has a
-    token that it does not know or is longer than its positions.
+    Also measured, if asked for: Lambda and its bounds at some layers, on the first sequence of `bounds_text`; the
+    products of Jacobians through depth, on the first sequence of `text`, for which every block is read a second time.
+
+    `progress(done, total)` counts layers: once for the rows, once for the bounds, once for the depth. `ModelError`
+    where the model gives numbers that are none, where the text has a token that it does not know or is longer than its
+    positions, for a layer that it does not have.
     """
     config = dataclasses.replace(model.config, tau=model.config.tau * tau)
-    if text.tokens.shape[-1] > config.context:
-        raise ModelError(f"{model.path}: {text.tokens.shape[-1]} tokens are more than its {config.context} positions")
-    if text.tokens.max() >= config.vocab_size:
-        raise ModelError(f"{model.path}: token {text.tokens.max()} is not among its {config.vocab_size}")
-    layers = list(_stream(model, config, text, progress))
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
-    return Inspection(name, config, text, stacked["rows"], stacked["sink"], stacked["layers"])
-
-
-def _stream(model: Pretrained, config: ModelConfig, text: Text, progress: Callable[[int, int], None]) -> Iterator[Any]:
-    """The figures of each layer."""
-    where = [jnp.asarray(real) for real in text.where]
-    x = _embed(config, model.ends(), jnp.asarray(text.tokens))
-    streams = [x[s] for s in range(len(where))]
+    for given in (text, *([] if bounds_text is None else [bounds_text])):
+        _check(model.path, config, given)
+    for layer in bounds_layers:
+        if not 0 <= layer < config.n_layer:
+            raise ModelError(f"{model.path} has no layer {layer} (0 to {config.n_layer - 1})")
+    steps = itertools.count(1)
+    total = config.n_layer * (2 if depth else 1) + len(set(bounds_layers))
+    step = lambda: progress(next(steps), total)  # noqa: E731
+    ends = model.ends()
+    streams = list(_embed(config, ends, jnp.asarray(text.tokens)))
+    at = None if bounds_text is None else inspect_bounds.start(config, ends, jnp.asarray(bounds_text.tokens[0]))
+    del ends
+    figures, bounds, entering = [], [], []
     for layer in range(config.n_layer):
         block = model.block(layer)
-        sequences = []
-        for s, real in enumerate(where):
-            streams[s], p, mask, scalars = _forward(config, block, streams[s], real)
-            sequences.append(jax.device_get({**_measure(p, mask, real), "scalars": scalars}))
-        figures = jax.tree.map(lambda *leaves: np.stack(leaves), *sequences)
-        left_out, scalars = figures.pop("left_out"), figures.pop("scalars")
-        if not np.array_equal(np.isnan(figures["rows"]["lower"]), left_out):
-            raise ModelError(f"{model.path}: layer {layer} gives attention rows that are no probabilities")
-        weights = text.where.sum(axis=-1)
-        rms = np.sqrt(np.average(scalars.pop("mean_square"), weights=weights))
-        figures["layers"] = {"residual_rms": rms, **{name: values.max() for name, values in scalars.items()}}
-        progress(layer + 1, config.n_layer)
-        yield figures
+        if depth:
+            entering.append(streams[0])
+        figures.append(_layer(config, block, streams, text.where, f"{model.path}: layer {layer}"))
+        step()
+        if at is not None:
+            if layer in bounds_layers:
+                bounds.append(inspect_bounds.measure(config, block, at, layer))
+                step()
+            at = inspect_bounds.advance(config, block, at)
+        del block  # before the next one is read
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *figures)
+    return Inspection(
+        name=name,
+        config=config,
+        text=text,
+        **stacked,
+        bounds=inspect_bounds.table(bounds),
+        pathways=inspect_bounds.pathways_table(bounds),
+        depth=inspect_depth.profile(model, config, text.tokens[0], [*entering, streams[0]], step) if depth else None,
+    )
+
+
+def _check(path: Path, config: ModelConfig, text: Text) -> None:
+    if text.tokens.shape[-1] > config.context:
+        raise ModelError(f"{path}: {text.tokens.shape[-1]} tokens are more than its {config.context} positions")
+    if text.tokens.max() >= config.vocab_size:
+        raise ModelError(f"{path}: token {text.tokens.max()} is not among its {config.vocab_size}")
+
+
+def _layer(
+    config: ModelConfig, block: gpt.Params, streams: list[Array], where: Bool[np.ndarray, "s t"], place: str
+) -> dict[str, Any]:
+    """The figures of a layer over all sequences, whose streams go through its block in place, one after the other."""
+    sequences = []
+    for s, real in enumerate(jnp.asarray(where)):
+        streams[s], p, mask, scalars = _forward(config, block, streams[s], real)
+        sequences.append(jax.device_get({**_measure(p, mask, real), "scalars": scalars}))
+    figures = jax.tree.map(lambda *leaves: np.stack(leaves), *sequences)
+    left_out, scalars = figures.pop("left_out"), figures.pop("scalars")
+    if not np.array_equal(np.isnan(figures["rows"]["lower"]), left_out):
+        raise ModelError(f"{place} gives attention rows that are no probabilities")
+    rms = np.sqrt(np.average(scalars.pop("mean_square"), weights=where.sum(axis=-1)))
+    return {**figures, "layers": {"residual_rms": rms, **{name: values.max() for name, values in scalars.items()}}}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -209,7 +274,9 @@ def _measure(p: Float[Array, "h t t"], mask: Bool[Array, "1 t t"], where: Bool[A
 def record(inspection: Inspection) -> Iterator[dict[str, Any]]:
     """The lines of `inspect.parquet`: statistics of each quantity, by layer and head, and pooled over heads (null).
 
-    What is one number a layer (`Inspection.layers`) stands there as a quantity with a count of one.
+    What is one number a layer (`Inspection.layers`) stands there as a quantity with a count of one; so do Lambda and
+    its bounds (`bounds.lambda_lower`, ...), of a head too (`bounds.value`, ...), and the profile through depth, by the
+    layer's sublayer (`depth.attention.gain`, `depth.ffn.gain`, ...). What does not apply is left out.
     """
     for quantity in QUANTITIES:
         for layer, values in enumerate(inspection.rows[quantity]):
@@ -219,3 +286,11 @@ def record(inspection: Inspection) -> Iterator[dict[str, Any]]:
     for quantity, values in inspection.layers.items():
         for layer, value in enumerate(values):
             yield {"layer": layer, "head": None, "quantity": quantity, **summarise(np.array([value]))}
+    for prefix, table in (("bounds", inspection.bounds), ("bounds", inspection.pathways), ("depth", inspection.depth)):
+        for line in [] if table is None else table.iter_rows(named=True):
+            place = {name: line.pop(name, None) for name in ("layer", "head", "kind")}
+            named = f"{prefix}.{place.pop('kind')}" if place["kind"] else prefix
+            for quantity, value in line.items():
+                if value is not None and not isinstance(value, str):
+                    single = summarise(np.array([value], np.float64))
+                    yield {"layer": place["layer"], "head": place["head"], "quantity": f"{named}.{quantity}", **single}

@@ -1,4 +1,4 @@
-"""The figures of an inspection: heat maps over layers and heads, and profiles over layers."""
+"""The figures of an inspection: heat maps over layers and heads, profiles over layers, Lambda and its bounds, depth."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,21 @@ import numpy as np
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
+from analysis.bounds_figures import ATTENTION, bars
+from analysis.depth_figures import TERM_COLOURS, TERM_NAMES
 from analysis.inspect import Inspection
-from analysis.plotting import D_FLOOR, LENGTH_COLOURS, WIDTH, log_axis, new_figure, styled, to_d
+from analysis.plotting import (
+    D_FLOOR,
+    LENGTH_COLOURS,
+    REFERENCE,
+    WIDTH,
+    log_axis,
+    name_axes,
+    new_figure,
+    nothing_here,
+    styled,
+    to_d,
+)
 
 
 @styled
@@ -58,4 +71,44 @@ def layers(found: Sequence[Inspection]) -> Figure:
         log_axis(panel)
     if len(found) > 1:
         axes[0, 0].legend()
+    return figure
+
+
+@styled
+def bounds(found: Sequence[Inspection]) -> Figure:
+    """Lambda and the bounds on it by layer, a panel a model in which they were measured."""
+    figure, axes = new_figure(1, len(found), height=3.8, sharey=True)
+    for panel, one in zip(axes[0], found, strict=True):
+        assert one.bounds is not None
+        bars(panel, one.bounds, "lambda", "Λ, proved", ATTENTION)
+        name_axes(panel, one.name, "layer", "")
+        panel.set_yscale("log")
+    axes[0, 0].set_ylabel("(inf,rms) norm of the Jacobian")
+    axes[0, -1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure
+
+
+@styled
+def depth(found: Sequence[Inspection]) -> Figure:
+    """Products from every sublayer to the output, a column a model: gain of each term; the gradient of the loss."""
+    figure, axes = new_figure(2, len(found), height=6.0, sharex="col")
+    for (gains, gradient), one in zip(axes.T, found, strict=True):
+        table, placement = one.depth, one.config.placement
+        assert table is not None
+        for term, shade in TERM_COLOURS.items():
+            # One sublayer has no path through two branches: what is there is rounding.
+            drawn = table.slice(0, len(table) - (term == "rest"))
+            name = TERM_NAMES[placement][term]
+            gains.plot(drawn["sublayer"], drawn["gain" if term == "total" else term], color=shade, label=name)
+        if placement == "post":
+            gains.plot(table["sublayer"], table["bound"], label="Corollary A.3", **REFERENCE)
+        name_axes(gains, f"{one.name} ({placement}-LN)", "", "root mean square gain to the output")
+        log_axis(gains)
+        gains.legend(loc="best")
+        name_axes(gradient, "gradient of the next token's loss", "sublayer", "norm")
+        if table["gradient"].is_null().all():
+            nothing_here(gradient, "no next-token loss")
+        else:
+            gradient.plot(table["sublayer"], table["gradient"], color=TERM_COLOURS["total"])
+            log_axis(gradient)
     return figure

@@ -1,14 +1,16 @@
 """What `analysis.inspect` found: tables for the terminal, `inspect.parquet`, and a self-contained `report.html`."""
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import rich.console
 
-from analysis import figures, html_page, inspect_figures
+from analysis import bounds_figures, depth_figures, figures, html_page, inspect_figures
+from analysis.bounds_figures import PATHWAYS
 from analysis.html_page import Html
 from analysis.inspect import DOMINANT, Inspection, record
 from analysis.records import write_text
@@ -31,7 +33,10 @@ def write(
         if head is not None and not (0 <= head[0] < one.config.n_layer and 0 <= head[1] < one.config.n_head):
             raise ModelError(f"{one.name} has no layer {head[0]} with a head {head[1]}")
     out.mkdir(parents=True, exist_ok=True)
-    named = [pl.DataFrame(record(one)).select(pl.lit(one.name).alias("model"), pl.all()) for one in found]
+    named = [
+        pl.DataFrame(record(one), infer_schema_length=None).select(pl.lit(one.name).alias("model"), pl.all())
+        for one in found
+    ]
     _write_parquet(out / "inspect.parquet", pl.concat(named))
     if rows:
         frames = [rows_frame(one) for one in found]
@@ -41,6 +46,7 @@ def write(
         drawing = inspect_figures.layers(found)
         image = html_page.figure(out / "figures" / "side_by_side", drawing, "Means over the rows of each layer.")
         sections.append(html_page.section("Side by side", html_page.table(comparison(found)), image))
+    sections += [*_bounds(found, out / "figures"), *_depth(found, out / "figures")]
     for number, one in enumerate(found):
         sections += _of_one(one, out / "figures" / f"model_{number}", head)
     sections.append(html_page.section("Made by", html_page.code(command)))
@@ -114,7 +120,7 @@ def head_table(one: Inspection, quantity: str = "dominant", count: int | None = 
         cells = _cells({name: values[n, :, h] for name, values in one.rows.items()})
         lines.append((f"{n}.{h}", *cells, sink_token(one, int(n), int(h))))
     what = {"dominant": "heads, most dominated first", "sink": "heads, strongest sinks first"}[quantity]
-    return Table(_title(one, what, len(lines), mean.size), ("layer.head", *_COLUMNS, "sink"), tuple(lines))
+    return Table(_title(one, what, len(lines), mean.size), ("head", *_COLUMNS, "sink"), tuple(lines))
 
 
 def _title(one: Inspection, what: str, shown: int, of: int) -> str:
@@ -140,10 +146,50 @@ def comparison(found: Sequence[Inspection]) -> Table:
     return Table("All layers and heads", ("", *(one.name for one in found)), lines)
 
 
+SHORT = {"covariance": "covar.", "refined": "refined", "local": "Thm 4.1", "bounded": "Cor 4.2", "newhouse": "Newhouse"}
+"""Names of bounds that leave a table as wide as a terminal."""
+
+
+def bounds_table(one: Inspection, names: Mapping[str, str] = SHORT) -> Table | None:
+    """Lambda by layer and the ratio of each bound to it; None where it was not measured."""
+    if one.bounds is None:
+        return None
+    table = bounds_figures.attention_table({"": one.bounds}, names)
+    return dataclasses.replace(table, title=f"{one.name}: {table.title}")
+
+
+def pathways_table(one: Inspection) -> Table | None:
+    """What the bound on a layer's Lambda is the sum of, over heads; None where it was not measured."""
+    if one.pathways is None:
+        return None
+    lines = []
+    for (layer,), heads in one.pathways.group_by("layer", maintain_order=True):
+        of_heads = heads.select(pl.sum_horizontal(PATHWAYS)).to_series().to_numpy()
+        largest = int(of_heads.argmax())
+        share = f"{of_heads[largest] / of_heads.sum():.0%} (head {largest})"
+        sums = (f"{heads[part].sum():.3g}" for part in PATHWAYS)
+        lines.append((f"layer {layer}", *sums, share, f"{heads['theta'].min():.6f}"))
+    title = f"{one.name}: pathways in the row at which Λ is attained: their bounds, summed over heads"
+    return Table(title, ("attention", *PATHWAYS, "largest head's share", "θ~, least head"), tuple(lines))
+
+
+def depth_table(found: Sequence[Inspection]) -> Table | None:
+    """The product of Jacobians from above block 0 to the output; None where it was not measured."""
+    measured = {one.name: one.depth for one in found if one.depth is not None}
+    if not measured:
+        return None
+    wide = depth_figures.products_table(measured)  # a line a model: turned, it fits a terminal
+    _, *lines = zip(wide.columns, *wide.rows, strict=True)
+    return Table(wide.title, ("", *measured), tuple(lines))
+
+
 def tables(found: Sequence[Inspection]) -> list[Table]:
     """What the terminal shows."""
     of_one: list[Callable[[Inspection], Table]] = [layer_table, head_table, lambda one: head_table(one, "sink")]
-    return [*([comparison(found)] if len(found) > 1 else []), *(make(one) for one in found for make in of_one)]
+    first = comparison(found) if len(found) > 1 else None
+    rows = (make(one) for one in found for make in of_one)
+    measured = (first, depth_table(found), *map(bounds_table, found))
+    return [*(table for table in measured if table is not None), *rows]
 
 
 def show(found: Sequence[Inspection]) -> None:
@@ -174,6 +220,53 @@ def _intro(found: Sequence[Inspection]) -> Html:
         "dominates, and the row no longer answers. A head's sink is the token with the most mass over a sequence.",
         html_page.bullets(lines),
     )
+
+
+def _bounds(found: Sequence[Inspection], drawings: Path) -> list[Html]:
+    """The section on Lambda, if it was measured."""
+    measured = [one for one in found if one.bounds is not None]
+    if not measured:
+        return []
+    every = [t for one in measured for t in (bounds_table(one, bounds_figures.ATTENTION), pathways_table(one))]
+    shown = [html_page.table(table) for table in every if table is not None]
+    drawing = html_page.figure(
+        drawings / "bounds",
+        inspect_figures.bounds(measured),
+        "Λ of the attention and the bounds on it, by layer.",
+    )
+    words = (
+        "Λ(U) is the largest change of an output token for changes of all input tokens of size one, to first order: "
+        "the norm of the Jacobian of attention at its input U, from the largest token RMS norm to the same. Some "
+        "change attains its lower end and none exceeds the upper. Measured on one sequence from the text's start. A "
+        "bound that does not hold for this model (with its biases or rotary positions) is left out."
+    )
+    return [html_page.section("Attention and its bounds", words, drawing, *shown)]
+
+
+def _depth(found: Sequence[Inspection], drawings: Path) -> list[Html]:
+    """The section on products through depth, if they were measured."""
+    measured = [one for one in found if one.depth is not None]
+    if not measured:
+        return []
+    drawing = html_page.figure(
+        drawings / "depth",
+        inspect_figures.depth(measured),
+        "Above, the gain of a random cotangent from a sublayer to the output, by the branches that its paths enter; "
+        "below, the gradient of the loss.",
+    )
+    verdicts = [
+        f"{one.name}: {depth_figures.verdict(one.depth)}"
+        for one in measured
+        if one.depth is not None and one.config.placement == "post"
+    ]
+    parts = ["Corollary A.3, asked of each post-LN model:", html_page.bullets(verdicts)] if verdicts else []
+    shown = depth_table(found)
+    assert shown is not None
+    words = (
+        "P is the product of the Jacobians of all sublayers from one to the output. A path enters no branch (pre-LN "
+        "the identity, post-LN the LayerNorms alone), one branch, or more; shares are of the squared length, signed."
+    )
+    return [html_page.section("Through depth", words, drawing, html_page.table(shown), *parts)]
 
 
 def _of_one(one: Inspection, drawings: Path, head: tuple[int, int] | None) -> list[Html]:

@@ -28,7 +28,9 @@ from typing import Any
 
 import polars as pl
 
-QUANTITIES = ("entropy", "p_max", "prefix", "lower", "upper", "width")
+from sens import AttentionStats
+
+QUANTITIES = AttentionStats._fields
 """Of a row: normalised entropy, largest entry, prefix certificate, theta's bracket, and its width upper - lower."""
 
 STATISTICS = ("mean", "min", "p5", "p25", "median", "p75", "p95", "max")

@@ -217,7 +217,8 @@ def _products(runs: Sequence[Run], depths: Sequence[pl.DataFrame], drawings: Pat
         depth_figures.profiles(runs, depths),
         "Figure 5b. Gain of each term from a sublayer to the output; the gradient by depth; its bare term's share.",
     )
-    yield html_page.table(depth_figures.products_table(runs, depths))
+    named = {run.label: depth for run, depth in zip(runs, depths, strict=True)}
+    yield html_page.table(depth_figures.products_table(named, ", last checkpoints"))
     post = [(run, depth) for run, depth in zip(runs, depths, strict=True) if run.placement == "post"]
     if post:
         yield "Corollary A.3, asked of each post-LN run:"

@@ -104,6 +104,20 @@ def test_the_chain_of_bounds_holds(seed, scale, tau, shape, causal, rotary):
     assert local <= bounded * slack
 
 
+@pytest.mark.float32
+def test_biases_enter_the_local_bound_by_their_lengths(dtype):
+    one = jnp.eye(2, dtype=dtype)[None]
+    theta = jnp.array([0.5], dtype)
+    bound = functools.partial(bounds.attention_local, one, one, one, one, theta=theta, magnitude=1.0)
+    length = jnp.array([[3.0, 4.0]], dtype)
+    np.testing.assert_allclose(bound(query_bias=0 * length, key_bias=0 * length), bound(), rtol=1e-6)
+    # 1 + theta (sqrt(d) B / sqrt(d_h)) (2 sqrt(d) B + lengths), with d = d_h = 2 and all norms one.
+    for biases, lengths in (({"query_bias": length}, 5), ({"query_bias": length, "key_bias": 2 * length}, 15)):
+        np.testing.assert_allclose(bound(**biases), 1 + 0.5 * (2 * math.sqrt(2) + lengths), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"query_bias must have shape \(1, 2\)"):
+        bound(query_bias=jnp.zeros((1, 3), dtype))
+
+
 @pytest.mark.parametrize("rotary", [False, True])
 def test_covariance_form_is_within_five_of_the_truth(rng, rotary):
     ratios = []

@@ -76,13 +76,13 @@ def test_training_is_followed_from_above_block_0(runs):
 
 
 def test_the_table_quotes_the_product_from_above_block_0(runs):
-    rows = depth_figures.products_table(runs, tables(runs)).rows
+    rows = depth_figures.products_table({run.label: table for run, table in zip(runs, tables(runs), strict=True)}).rows
     assert [row[0] for row in rows] == ["pre-LN, seed 1", "post-LN, seed 1"]
     gain = 1.02 ** (2 * LAYERS - depth_figures.START)
     assert rows[0][1] == f"{gain:.3g}"
     assert rows[0][3] == f"{1 / gain:.3g}"
     vanished = tables(runs)[0].with_columns(gradient=0.0, gradient_share_bare=pl.lit(None, pl.Float64))
-    assert depth_figures.products_table(runs[:1], [vanished]).rows[0][-2:] == ("none", "none")
+    assert depth_figures.products_table({runs[0].label: vanished}).rows[0][-2:] == ("none", "none")
 
 
 def verdict(a, bound):

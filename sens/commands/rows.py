@@ -79,7 +79,10 @@ def inspect(arguments: Sequence[str]) -> None:
 
     @dataclasses.dataclass(frozen=True)
     class Inspect:
-        """Theta, largest entry, entropy and sink mass of every attention row of a published model, on a text."""
+        """A published model on a text: theta, largest entry, entropy, sink mass of every attention row.
+
+        With --bounds also Lambda of its attention, with --depth the Jacobian profile through depth.
+        """
 
         model: Annotated[Path, tyro.conf.Positional]
         """A directory in the hub's layout (config.json, safetensors), a .gguf file, or glassllm's .npz."""
@@ -99,6 +102,14 @@ def inspect(arguments: Sequence[str]) -> None:
         """Layer and head whose theta shades the text; by default the one with the most dominated rows."""
         rows: bool = False
         """Also write rows.parquet: a line an attention row."""
+        bounds: bool = False
+        """Also measure Lambda, the sensitivity of a layer's attention, from both sides, and the bounds on it (minutes)."""
+        bounds_layers: tuple[int, ...] | None = None
+        """With --bounds: the layers to measure; by default 0, N/4, N/2, 3N/4 and N-1."""
+        bounds_length: int = 32
+        """With --bounds: tokens of the text to measure on; time grows with the square."""
+        depth: bool = False
+        """Also measure the products of Jacobians from every depth to the output; every block is read again."""
         compare: Path | None = None
         """Another model, set beside the first."""
         compare_tau: float | None = None
@@ -109,7 +120,11 @@ def inspect(arguments: Sequence[str]) -> None:
     from analysis.inspect import open_and_inspect, read_text
     from train import progress
 
-    for name in ("length", "sequences", "tau", "compare_tau"):
+    if not options.bounds and options.bounds_layers is not None:
+        raise UsageError("--bounds-layers is about --bounds")
+    if options.bounds_layers == ():
+        raise UsageError("bounds-layers must name at least one layer")
+    for name in ("length", "sequences", "tau", "compare_tau", "bounds_length"):
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise UsageError(f"{name.replace('_', '-')} must be positive, got {value}")
@@ -128,6 +143,9 @@ def inspect(arguments: Sequence[str]) -> None:
                     length=options.length,
                     sequences=options.sequences,
                     tau=tau,
+                    bounds_layers=options.bounds_layers if options.bounds else (),
+                    bounds_length=options.bounds_length,
+                    depth=options.depth,
                     progress=done,
                 )
             )
