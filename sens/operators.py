@@ -87,7 +87,7 @@ def block_operator_norm(
       rows: output rows to examine, each to `rtol`; the whole is their maximum. None: the whole map, as a proof over all
         rows, in which a row is dropped as soon as its upper end is at most (1 + rtol) times any row's lower end.
       key: for the random starts.
-      rtol: relative width at which a bracket counts as converged.
+      rtol: relative width at which a bracket counts as converged, rounding included: below 8 sqrt(L d) eps none does.
       geometry: "rms" for the norm between max_i ‖x_i‖_2 / sqrt(width) on both sides (the same if d = e).
       row_upper: bounds already known for these rows in this geometry, such as `sens.bounds.attention_covariance`: with
         `rows=None` they spare the rows that cannot be the maximum their certificate.
@@ -129,7 +129,8 @@ def block_operator_norm(
     known = jnp.full(picked.shape, jnp.inf, dtype) if row_upper is None else jnp.asarray(row_upper, dtype) / scale
     if known.shape != picked.shape:
         raise ValueError(f"row_upper must have one bound a row, shape {picked.shape}, got {known.shape}")
-    effort = _Effort(rtol, steps, rounds, batch)
+    slack = 1 + 4 * math.sqrt(L * d) * float(jnp.finfo(dtype).eps)  # for sums over L d terms, on either end
+    effort = _Effort((1 + rtol) / slack**2, rtol / 10, steps, rounds, batch)
 
     # Every row climbs once, `batch` rows at a time: to find the likely maximum, and what it spares the others.
     starts = jax.random.normal(key, (picked.size, restarts, e), dtype)
@@ -141,7 +142,7 @@ def block_operator_norm(
         index, climb, starts, upper = row
         goal = best if rows is None else jnp.zeros_like(best)
         lower, y, upper = jax.lax.cond(
-            upper > (1 + rtol) * jnp.maximum(climb.value, goal),
+            upper > effort.enough * jnp.maximum(climb.value, goal),
             lambda: _certify(df, index, starts.at[0].set(climb.y), upper, goal=goal, effort=effort),
             lambda: (climb.value, climb.y, jnp.where(jnp.isnan(climb.value), jnp.nan, upper)),
         )
@@ -154,7 +155,6 @@ def block_operator_norm(
     best = jnp.argmax(lower)
     witness = _normalise_rows(_pull_row(df, picked[order][best], y[best]))
     inside = (picked >= 0) & (picked < m)  # known only here for rows given inside jit
-    slack = 1 + 4 * math.sqrt(L * d) * float(jnp.finfo(dtype).eps)
     back = jnp.argsort(order)
     lower = jnp.where(inside, lower[back] * (scale / slack), jnp.nan)
     upper = jnp.where(inside, upper[back] * (scale * slack), jnp.nan)
@@ -192,7 +192,8 @@ _HELD = 2**25
 
 
 class _Effort(NamedTuple):
-    rtol: float
+    enough: float  # ratio of the ends at which, rounding allowed for, a bracket is as narrow as asked
+    gain: float  # relative gain below which an ascent stops
     steps: int
     rounds: int
     batch: int
@@ -269,7 +270,7 @@ def _certify(
     """Lower end, its y and upper end of one row; done once upper ≤ (1 + rtol) max(lower, goal)."""
     e, (L, d) = df.value.shape[1], jax.eval_shape(df.pull, df.value).shape
     row = (_by_blocks if e * L * d <= _HELD else _by_probes)(df, index, effort.batch)
-    ascend = lambda start: _ascend(row, start, effort.steps, effort.rtol / 10)  # noqa: E731
+    ascend = lambda start: _ascend(row, start, effort.steps, effort.gain)  # noqa: E731
     restarts, dtype = starts.shape[0], starts.dtype
     climbs = jax.lax.map(ascend, starts, batch_size=min(effort.batch, restarts))
     # Squared token lengths of the directions met: row s of `atoms` is (tr(B_jᵀ y_s y_sᵀ B_j))_j.
@@ -279,14 +280,14 @@ def _certify(
 
     def unsettled(state: Any) -> Array:
         count, lower, _, upper, _ = state
-        return (count < effort.rounds) & (upper > (1 + effort.rtol) * jnp.maximum(lower, goal))
+        return (count < effort.rounds) & (upper > effort.enough * jnp.maximum(lower, goal))
 
     def tighten(state: Any) -> Any:
         count, lower, y, upper, atoms = state
         filled = restarts + 2 * count
         t = _best_weights(atoms, (slots < filled).astype(dtype))
         # A token that no atom reaches still needs a positive weight; this one costs a thousandth of rtol.
-        t = jnp.where(t.sum() > 0, t + 1e-3 * effort.rtol * t.mean(), 1)
+        t = jnp.where(t.sum() > 0, t + effort.gain / 100 * t.mean(), 1)
         squared, top = _dual(df, index, row, t)
         climb = ascend(top)
         met = jnp.stack([jnp.linalg.norm(row.pull(top), axis=1), climb.lengths]) ** 2

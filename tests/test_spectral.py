@@ -51,6 +51,17 @@ def test_exhausted_spaces_close_the_bracket(rng, dtype):
     np.testing.assert_allclose([scalar.lower, scalar.upper], 3.0, rtol=1e-4)
 
 
+@pytest.mark.float32
+@pytest.mark.parametrize("rtol", [5e-4, 1e-3, 2e-3])
+def test_whatever_stops_before_the_last_step_has_converged(rtol):
+    """On 16384 coordinates of float32 the allowance for rounding is 1.2e-4 on either end, a part of the width."""
+    diagonal = jnp.cos(jnp.arange(16384, dtype=jnp.float32) * 1e-4)
+    norm = jax.jit(lambda x: spectral_norm(lambda v: diagonal * v, x, key=KEY, rtol=rtol, steps=400))(0 * diagonal)
+    assert norm.steps < 400
+    assert norm.converged
+    assert norm.lower <= 1 <= norm.upper <= (1 + rtol) * norm.lower
+
+
 def test_the_upper_end_fails_no_more_often_than_it_says(rng):
     """Two steps are far too few, and one start in five may deceive: of 400 starts about 80, never 110 (4 sigma)."""
     J = jnp.asarray(np.diag(np.r_[2.0, np.linspace(0, 1, 99)]))
