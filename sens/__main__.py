@@ -116,7 +116,11 @@ def _shadowed() -> str | None:
 
 def run_and_exit() -> NoReturn:
     """Entry point of the console command."""
-    sys.exit(main())
+    status = main()
+    processes = sys.modules.get("train.processes")  # there if a command that trains was run
+    if processes is not None and processes.several() and status not in (0, EXIT_CONTINUE):
+        processes.leave(status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,16 @@ def contents(directory: Path) -> dict[str, str]:
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def start(*arguments: object, cwd: Path | None = None, module: str = "sens") -> subprocess.Popen[str]:
+def start(
+    *arguments: object, cwd: Path | None = None, module: str = "sens", more: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """`python -m sens ...` as a process of its own: float32 as users have it, compiled programs shared."""
     cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     environment = {name: value for name, value in os.environ.items() if name != "JAX_ENABLE_X64"}
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, arguments)],
         cwd=cwd,
-        env={**environment, **cache, "JAX_PLATFORMS": "cpu", "COLUMNS": "200"},
+        env={**environment, **cache, "JAX_PLATFORMS": "cpu", "COLUMNS": "200", **(more or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -66,9 +66,7 @@ def train(
     `DataError`, `CheckpointError`, `TrainingError` (a non-finite loss or gradient, a write that failed), `Interrupted`
     (a signal; the state is saved). Warns with `RunWarning` of a damaged checkpoint that was set aside.
     """
-    shape = mesh or MeshShape(data=jax.device_count())
-    sharding.check(shape, config, jax.device_count())
-    devices = sharding.make(shape)
+    devices = sharding.make(sharding.chosen(mesh, config))
     dataset = open_data(config, data)
     directory.check_space(run, config)
     with (
@@ -76,6 +74,7 @@ def train(
         _signals() as received,
         _failed_writes(run),
         checkpoint.open_checkpoints(run / "checkpoints", config.train.keep) as checkpointer,
+        processes.alive(),
     ):
         state = init_state(config, devices)
         restored = checkpoint.restore(checkpointer, state)
@@ -206,7 +205,7 @@ def _signals() -> Iterator[list[int]]:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
-    for number in (signal.SIGINT, signal.SIGTERM) if jax.process_count() == 1 else ():
+    for number in () if processes.several() else (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(ValueError):  # not in the main thread: whoever runs us handles signals
             previous[number] = signal.signal(number, note)
     try:

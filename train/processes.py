@@ -6,14 +6,18 @@ They find each other by what the environment says:
 - by `JAX_COORDINATOR_ADDRESS` (host:port at which process 0 can be reached), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`.
 """
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
 
 import jax
 from jax.experimental import multihost_utils
 
 COORDINATOR, COUNT, INDEX = VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
-HEARTBEAT_SECONDS = 30
+HEARTBEAT_SECONDS = 60
 """How long a process may be silent before the others end."""
 
 
@@ -47,15 +51,48 @@ def first() -> bool:
     return jax.process_index() == 0
 
 
+def several() -> bool:
+    """Whether this process has joined others."""
+    return jax.distributed.is_initialized()
+
+
 def wait(place: str) -> None:
     """Until every process is at this place."""
-    if jax.process_count() > 1:
+    if several():
         multihost_utils.sync_global_devices(place)
 
 
 def stopped(update: int) -> bool:
     """Whether to stop after this update: true in every process at the same one, soon after any had a SIGTERM."""
-    return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(update)
+    return several() and multihost_utils.reached_preemption_sync_point(update)
+
+
+@contextlib.contextmanager
+def alive() -> Iterator[None]:
+    """What is done together with the other processes: when one of them is gone this one ends too, with a word why.
+
+    It ends at once, not by an exception: on the way out whatever waits for the others (a save under way, JAX's own
+    shutdown) would wait for one that is gone.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not several():
+            raise
+        reason = str(error).splitlines()[0]
+        print(
+            f"sens: process {jax.process_index()} of {jax.process_count()} lost another one ({reason}) and ends; "
+            "start all of them again: the run goes on from its newest checkpoint",
+            file=sys.stderr,
+        )
+        leave(1)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process without waiting for the others, which may wait for it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _number(name: str) -> int:

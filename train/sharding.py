@@ -69,6 +69,13 @@ def check(shape: MeshShape, config: RunConfig, devices: int) -> None:
             raise MeshError(f"mesh {shape}: {name} {value} does not divide by {axes} = {size}")
 
 
+def chosen(shape: MeshShape | None, config: RunConfig) -> MeshShape:
+    """The shape, by default all devices along `data`; `MeshError` if it does not fit."""
+    shape = shape or MeshShape(data=jax.device_count())
+    check(shape, config, jax.device_count())
+    return shape
+
+
 def make(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh, devices in the order of their processes: a process's devices hold neighbouring parts of a batch."""
     order = np.array(jax.devices() if devices is None else devices).reshape([getattr(shape, axis) for axis in AXES])

@@ -76,13 +76,14 @@ def train(arguments: Sequence[str]) -> None:
     config = RunConfig(options.model, options.train)
     several = bool(options.seeds or options.placements)
     data = options.data or (options.out if several else options.out.parent) / "data"
+    mesh = None if options.mesh is None else sharding.parse(options.mesh)
+    processes.join()
     keywords = {
-        "mesh": None if options.mesh is None else sharding.parse(options.mesh),
+        "mesh": sharding.chosen(mesh, config),
         "peak_tflops": options.peak_tflops,
         "tensorboard": options.tensorboard,
         "skip_nonfinite": options.skip_nonfinite,
     }
-    processes.join()
     with progress.bytes_done("tokenise") as done:
         text = config.train
         prepare(text.source, text.tokenizer, data, column=text.column, workers=options.workers, progress=done)
