@@ -88,7 +88,7 @@ def read_text(path: Path) -> str:
 def cut(text: str, tokenizer: Tokenizer, length: int, sequences: int) -> Text:
     """The first `sequences` stretches of a text, each between the tokens that the model expects before and after.
 
-    `ModelError` for a text without tokens and for a length that leaves no room for two of them.
+    `ModelError` for a text without tokens, or with a single one in all, and for a length without room for two of them.
     """
     room = length - len(tokenizer.prefix) - len(tokenizer.suffix)
     if room < 2:
@@ -96,6 +96,8 @@ def cut(text: str, tokenizer: Tokenizer, length: int, sequences: int) -> Text:
     ids, spans = tokenizer.encode(text)
     if not ids.size:
         raise ModelError("the text is empty")
+    if ids.size + length - room < 2:
+        raise ModelError("the text is a single token, whose attention row is one entry; want at least two")
     starts = range(0, ids.size, room)[:sequences]
     tokens, where = np.zeros((len(starts), length), np.int32), np.zeros((len(starts), length), bool)
     words, pieces = _pieces(text, spans), []

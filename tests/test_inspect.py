@@ -80,6 +80,10 @@ def test_a_text_is_cut_into_sequences_and_nothing_of_it_is_lost_silently(directo
             cut(empty, tokenizer, length=12, sequences=1)
     with pytest.raises(ModelError, match="want at least 4"):
         cut(PROSE, tokenizer, length=3, sequences=1)
+    bare = dataclasses.replace(tokenizer, prefix=(), suffix=())
+    assert cut("the cat", bare, length=12, sequences=1).tokens.tolist() == [[3, 4]]
+    with pytest.raises(ModelError, match="the text is a single token"):
+        cut("cat", bare, length=12, sequences=1)
 
 
 @pytest.mark.parametrize("case", ["llama", "bert", "qwen2-window"])
@@ -250,8 +254,12 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Side by side" in page
     assert f"sens inspect {directory} --text {path}" in page
 
+    assert main([*command, "--compare", str(directory)]) == 0
+    assert set(pl.read_parquet(out / "inspect.parquet")["model"]) == {"decoder", "decoder (2)"}
     for changes, message in {
         ("--length", "0"): "length must be positive, got 0",
+        ("--tau", "nan"): "tau must be positive, got nan",
+        ("--compare-tau", "inf"): "compare-tau must be positive, got inf",
         ("--length", "65"): "65 tokens are more than its 64 positions",
         ("--compare", str(tmp_path)): "not a model directory",
         ("--tokenizer", str(path)): "text: not JSON",

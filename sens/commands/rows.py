@@ -1,6 +1,7 @@
 """Commands on attention rows: verify, theta, inspect."""
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,7 +104,7 @@ def inspect(arguments: Sequence[str]) -> None:
         rows: bool = False
         """Also write rows.parquet: a line an attention row."""
         bounds: bool = False
-        """Also measure Lambda, the sensitivity of a layer's attention, from both sides, and the bounds on it (minutes)."""
+        """Also measure Lambda of some layers' attention, from both sides, and the bounds on it: minutes."""
         bounds_layers: tuple[int, ...] | None = None
         """With --bounds: the layers to measure; by default 0, N/4, N/2, 3N/4 and N-1."""
         bounds_length: int = 32
@@ -126,7 +127,7 @@ def inspect(arguments: Sequence[str]) -> None:
         raise UsageError("bounds-layers must name at least one layer")
     for name in ("length", "sequences", "tau", "compare_tau", "bounds_length"):
         value = getattr(options, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{name.replace('_', '-')} must be positive, got {value}")
     text = read_text(options.text)
     pairs = [(options.model, options.tau)]
@@ -149,6 +150,8 @@ def inspect(arguments: Sequence[str]) -> None:
                     progress=done,
                 )
             )
+    if len(found) > 1 and found[0].name == found[1].name:  # two directories of one name
+        found[1] = dataclasses.replace(found[1], name=f"{found[1].name} (2)")
     command = "sens inspect " + shlex.join(arguments)
     out = inspect_report.write(options.out, found, command=command, head=options.head, rows=options.rows)
     inspect_report.show(found)
