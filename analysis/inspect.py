@@ -290,7 +290,7 @@ def record(inspection: Inspection) -> Iterator[dict[str, Any]]:
             yield {"layer": layer, "head": None, "quantity": quantity, **summarise(np.array([value]))}
     for prefix, table in (("bounds", inspection.bounds), ("bounds", inspection.pathways), ("depth", inspection.depth)):
         for line in [] if table is None else table.iter_rows(named=True):
-            place = {name: line.pop(name, None) for name in ("layer", "head", "kind")}
+            place = {name: line.pop(name, None) for name in ("layer", "head", "kind", "sublayer")}
             named = f"{prefix}.{place.pop('kind')}" if place["kind"] else prefix
             for quantity, value in line.items():
                 if value is not None and not isinstance(value, str):

@@ -130,7 +130,7 @@ def name_axes(axes: Axes, title: str, x: str, y: str) -> None:
     """Title and axis names; an axis that counts gets whole-number ticks."""
     axes.set_title(title)
     axes.set_xlabel(x)
-    if x in ("update", "block", "sublayer"):
+    if x in ("update", "block", "layer", "sublayer"):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel(y)
 

