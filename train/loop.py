@@ -158,8 +158,7 @@ def _jitted_init(model: ModelConfig, settings: TrainConfig, mesh: Mesh) -> Calla
 
 @functools.cache
 def _jitted_update(model: ModelConfig, settings: TrainConfig, mesh: Mesh) -> Callable[..., Any]:
-    shardings = (sharding.state_shardings(mesh, RunConfig(model, settings)), sharding.replicated(mesh))
-    return sharding.on(mesh, jax.jit(step.make_update(model, settings), donate_argnums=0, out_shardings=shardings))
+    return sharding.on(mesh, sharding.update_program(mesh, RunConfig(model, settings)))
 
 
 @contextlib.contextmanager

@@ -153,6 +153,12 @@ def on(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def update_program(mesh: Mesh, config: RunConfig) -> Any:
+    """The jitted update on a mesh, to be called with it set: the state is donated and comes back laid out as it was."""
+    shardings = (state_shardings(mesh, config), replicated(mesh))
+    return jax.jit(step.make_update(config.model, config.train), donate_argnums=0, out_shardings=shardings)
+
+
 def measuring(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as a program for the mesh whose results every process has whole."""
     return on(mesh, jax.jit(function, out_shardings=replicated(mesh)))

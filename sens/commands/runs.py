@@ -52,13 +52,17 @@ def train(arguments: Sequence[str]) -> None:
         run's configuration: it goes on on another mesh."""
         peak_tflops: float | None = None
         """A device's peak, 10^12 operations a second, for the share that is reached; by default what is known of it."""
+        dry_run: bool = False
+        """Train nothing: compile the update for the mesh (of simulated devices where there are too few) and say what it
+        takes. Needs neither --out nor a text."""
         tensorboard: bool = False
         """Also write TensorBoard events into the run's directory."""
         skip_nonfinite: int = 0
         """Updates in a row that are passed over, parameters as they were, because loss or gradient are not finite; one
         more stops the run. Not part of the run's configuration."""
 
-    options = parse(Train, "train", arguments, Train(tyro.MISSING, defaults.model, defaults.train))
+    nowhere = Path() if "--dry-run" in arguments else tyro.MISSING
+    options = parse(Train, "train", arguments, Train(nowhere, defaults.model, defaults.train))
     if options.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise UsageError("--tensorboard needs tensorboardX; remedy: pip install 'sens[tensorboard]'")
     if options.workers < 1:
@@ -69,6 +73,7 @@ def train(arguments: Sequence[str]) -> None:
         raise UsageError(f"peak-tflops must be positive, got {options.peak_tflops}")
     from train import processes, progress, sharding
     from train.data import prepare
+    from train.dry_run import describe, estimate
     from train.loop import train as run
     from train.presets import RunConfig
     from train.sweep import sweep, variants
@@ -77,6 +82,11 @@ def train(arguments: Sequence[str]) -> None:
     several = bool(options.seeds or options.placements)
     data = options.data or (options.out if several else options.out.parent) / "data"
     mesh = None if options.mesh is None else sharding.parse(options.mesh)
+    if options.dry_run:
+        if several:
+            raise UsageError("--dry-run is about one run: leave out --seeds and --placements")
+        print(describe(estimate(config, mesh or sharding.MeshShape(), options.peak_tflops)))
+        return
     processes.join()
     keywords = {
         "mesh": sharding.chosen(mesh, config),
