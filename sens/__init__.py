@@ -1,6 +1,6 @@
 """Exact attention sensitivity: theta, the softmax's norms, certified operator norms. Pure functions on jax arrays."""
 
-from sens import bounds
+from sens import apjn, bounds, products
 from sens.attention import AttentionStats, Sinks, attention_sinks, attention_stats
 from sens.bracket import Bracket, theta_bracket
 from sens.norms import norm_inf_rms, norm_inf_two
@@ -26,6 +26,7 @@ __all__ = [
     "IdentityCheck",
     "Sinks",
     "SpectralNorm",
+    "apjn",
     "attention_sinks",
     "attention_stats",
     "bisect",
@@ -38,6 +39,7 @@ __all__ = [
     "norm_inf_two",
     "norm_one_to_one",
     "normalised_entropy",
+    "products",
     "softmax",
     "softmax_jacobian",
     "spectral_norm",

@@ -6,7 +6,7 @@ off). The state is that of a pair of tokens: ``q`` the mean square of an entry, 
 two tokens; going back, ``J`` the squared gain within a token and ``K`` across two.
 
 Source: Doshi et al., arXiv 2111.12143; for transformers Alekseev, arXiv 2604.11890. Here ``n`` is finite: a mean over
-tokens has ``(q + (n - 1) p) / n`` where theory.md, section 6, has its limit ``p``, which at ``n = 16`` is 4 % too high.
+tokens has mean square ``(q + (n - 1) p) / n``, of many tokens ``p``. That limit gives 7.87 in the first example below.
 """
 
 import math
