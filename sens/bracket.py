@@ -22,6 +22,7 @@ roundings of y (2 - y) widened. The sum R of n terms is off by less than n u rel
 is widened by twice that. The hardware may read denormal entries as zero: `_TINY` is added to R.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -29,12 +30,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from sens import checks, discrepancy
 
 _TINY = 1e-20  # grid units: far more than any n denormal entries come to
-_LANES = 16
 _BLOCK = 2**18  # entries worked on at a time: what stays in a core's cache
 
 
@@ -94,9 +94,9 @@ def _bracket_rows(p: Float[Array, "R n"], tol: Float[Array, " R"]) -> tuple[Floa
         return jnp.zeros(0, p.dtype), jnp.zeros(0, p.dtype)
     rows = _first_pass(p)
     for step, chunk in (
-        (_mixed_pass, _BLOCK // n),
+        (_mixed_pass, _BLOCK // (4 * n)),
         (_sorted_pass, _BLOCK // (32 * n)),
-        (_deep_pass, 16),
+        (_deep_pass, 2),
     ):
         rows = _refine(p, rows, tol, step, max(1, min(chunk, R, 1024)))
     lower, upper = _ends(rows, n)
@@ -129,45 +129,52 @@ def on_grid(p: Float[Array, "*rows n"]) -> Int[Array, "*rows n"]:
 
 def _first_pass(p: Float[Array, "R n"]) -> _Rows:
     """Lanes folded, sorted and folded; the largest entry against the rest (exact where it is half the mass or more)."""
-    n = p.shape[-1]
-    kept, folded, summed, left = _lanes(p)
-    items = jnp.concatenate([kept, folded], axis=1)
-    hi = _by_blocks(lambda x: discrepancy.greedy(x.T), 256, items)
+    total, left, bounds = _by_blocks(functools.partial(_join, n=p.shape[-1]), 256, _lanes(p))
+    return _Rows(checks.row_is_valid(p), total, left, bounds)
+
+
+def _join(lanes: tuple, n: int) -> tuple:
+    """What the lanes tell of their rows: sum on the grid, what the grid leaves of it, bounds."""
+    kept, folded, summed, left = lanes
+    hi = discrepancy.greedy(jnp.concatenate([kept, folded], axis=1).T)
     total = jnp.sum(kept, axis=-1, dtype=kept.dtype) + jnp.sum(summed, axis=-1, dtype=kept.dtype)
     largest = jnp.max(kept, axis=-1)
     excess = jnp.maximum(largest - (total - largest), 0)
-    bounds = _Bounds(excess, hi, _opposite(excess, total, 1, n))
-    return _Rows(checks.row_is_valid(p), total, jnp.sum(left, axis=-1), bounds)
+    return total, jnp.sum(left, axis=-1), _Bounds(excess, hi, _opposite(excess, total, 1, n))
 
 
 def _lanes(p: Float[Array, "R n"]) -> tuple:
     """`_deal`, by blocks and at least two: what follows a loop is not fused with what is in it, and without that XLA
-    computes a lane again for each reader (and compiles for seconds)."""
+    computes a lane again for each reader (and compiles for seconds). Short rows all at once: the block's slice would be
+    fused into every one of their few steps, which makes them ten times slower."""
     R, n = p.shape
-    return _by_blocks(_deal, max(1, min(_BLOCK // n, -(-R // 2))), p)
+    return _deal(p) if n <= 256 else _by_blocks(_deal, max(1, min(_BLOCK // n, -(-R // 2))), p)
 
 
 def _deal(p: Float[Array, "R n"]) -> tuple:
-    """The row's lanes on the grid, and what each lane leaves of R, in grid units."""
-    scaled = p * _units(p.dtype)
-    left = scaled - on_grid(p).astype(p.dtype)
-    zero = jnp.zeros((p.shape[0], _LANES), p.dtype)
-    lanes = discrepancy.lanes(on_grid(p), _LANES, keep=2)
-    return (*lanes, discrepancy.along_lanes(jnp.add, left, _LANES, zero))
+    """The row's lanes on the grid, and what each lane leaves of R, in grid units.
+
+    Short rows keep more of each lane: dealt to many lanes they would be sorted whole, with few folds to choose from.
+    """
+    count, keep = (16, 2) if p.shape[-1] <= 128 else (32, 1)
+    left = p * _units(p.dtype) - on_grid(p).astype(p.dtype)
+    zero = jnp.zeros((p.shape[0], count), p.dtype)
+    lanes = discrepancy.lanes(on_grid(p), count, keep)
+    return (*lanes, discrepancy.along_lanes(jnp.add, left, count, zero))
 
 
-def _by_blocks(f, size: int, x: Shaped[Array, "R n"]):
+def _by_blocks(f, size: int, x):
     """f(x) for an f that works row by row, `size` rows at a time, so that nothing as large as x is made on the way.
 
     The last block overlaps the one before where the rows do not divide: no second copy of f to compile.
     """
-    R = x.shape[0]
+    R = jax.tree.leaves(x)[0].shape[0]
     if size >= R:
         return f(x)
 
     def body(i, out):
         start = jnp.minimum(i * size, R - size)
-        part = f(lax.dynamic_slice_in_dim(x, start, size))
+        part = f(jax.tree.map(lambda whole: lax.dynamic_slice_in_dim(whole, start, size), x))
         return jax.tree.map(lambda whole, new: lax.dynamic_update_slice_in_dim(whole, new, start, 0), out, part)
 
     shapes = jax.eval_shape(f, x)
@@ -177,7 +184,8 @@ def _by_blocks(f, size: int, x: Shaped[Array, "R n"]):
 def _mixed_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
     """Some lanes summed and some folded, in four mixtures; all signs of the eight largest of the lanes' largest."""
     kept, folded, summed, _ = (x.T for x in _lanes(p))
-    mixtures = [jnp.concatenate([kept, summed[:k], folded[k:]]) for k in (4, 8, 12, 16)]
+    lanes = folded.shape[0]
+    mixtures = [jnp.concatenate([kept, summed[:k], folded[k:]]) for k in range(lanes // 4, lanes + 1, lanes // 4)]
     hi = jnp.min(discrepancy.greedy(jnp.concatenate(mixtures, axis=1)).reshape(4, -1), axis=0)
     kept = discrepancy.sort_descending(kept)
     rest = discrepancy.sort_descending(jnp.concatenate([kept[8:], folded]))
@@ -186,15 +194,17 @@ def _mixed_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
 
 
 def _sorted_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
-    """The whole row sorted: the greedy partition, the best prefix, opposite pairs, and the cardinality bound."""
+    """The whole row sorted: all signs of the eight largest entries with the rest folded in descending order, the best
+    prefix, opposite pairs, and the cardinality bound."""
     ordered = discrepancy.sort_descending(on_grid(p).T)
-    hi = jnp.minimum(discrepancy.prefix_upper(ordered, total), discrepancy.fold(ordered, jnp.zeros_like(total)))
-    hi = jnp.minimum(hi, discrepancy.pairs_upper(ordered))
-    return _Bounds(discrepancy.cardinality_lower(ordered, total), hi, total)
+    head = _head_bounds(ordered[:8], ordered[8:], total, p.shape[-1])
+    hi = jnp.minimum(discrepancy.prefix_upper(ordered, total), discrepancy.pairs_upper(ordered))
+    lo = discrepancy.cardinality_lower(ordered, total)
+    return head._replace(lo=jnp.maximum(lo, head.lo), hi=jnp.minimum(hi, head.hi))
 
 
 def _deep_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
-    """All signs of the thirteen largest entries, the rest folded in descending order; clusters of nearly equal ones."""
+    """All signs of the thirteen largest entries, and clusters of nearly equal ones."""
     ordered = discrepancy.sort_descending(on_grid(p).T)
     lo, hi = jax.vmap(discrepancy.clusters_bounds)(ordered.T, total)
     head = _head_bounds(ordered[:13], ordered[13:], total, p.shape[-1])
@@ -203,11 +213,11 @@ def _deep_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
 
 def _head_bounds(head: Int[Array, "k C"], rest: Int[Array, "m C"], total: Int[Array, " C"], n: int) -> _Bounds:
     """From all sign patterns of a head of entries: each folded on with the rest, and each against the whole rest."""
-    sums = discrepancy.head_sums(head)
+    sums = discrepancy.head_sums(head).T  # patterns next to each other in memory: they are more than the rows
     tail = total - jnp.sum(head, axis=0, dtype=head.dtype)
-    ends = discrepancy.fold(rest[:, None], sums)
-    lo = jnp.maximum(jnp.min(sums, axis=0) - tail, 0)
-    return _Bounds(lo, jnp.min(ends, axis=0), _opposite(lo, total, head.shape[0], n))
+    ends = discrepancy.fold(rest[..., None], sums)
+    lo = jnp.maximum(jnp.min(sums, axis=-1) - tail, 0)
+    return _Bounds(lo, jnp.min(ends, axis=-1), _opposite(lo, total, head.shape[0], n))
 
 
 def _opposite(difference: Int[Array, " C"], total: Int[Array, " C"], k: int, n: int) -> Int[Array, " C"]:
@@ -221,7 +231,8 @@ def _refine(p: Float[Array, "R n"], rows: _Rows, tol: Float[Array, " R"], step, 
     lower, upper = _ends(rows, n)
     is_open = rows.valid & (upper - lower > tol)
     count = jnp.sum(is_open)
-    order = jnp.nonzero(is_open, size=R + chunk, fill_value=R)[0]
+    place = jnp.where(is_open, jnp.cumsum(is_open) - 1, R + chunk)  # among the open rows
+    order = jnp.full(R + chunk, R).at[place].set(jnp.arange(R), mode="drop")
 
     def body(state):
         start, bounds = state
