@@ -87,11 +87,17 @@ def constrain(x: Float[Array, "..."], role: str) -> Float[Array, "..."]:
     if not on_mesh():
         return x
     sizes = jax.sharding.get_abstract_mesh().shape
-    pieces = {None: 1, BATCH: sizes[DATA] * sizes[FSDP], TENSOR: sizes[TENSOR]}
+    pieces = {None: 1, BATCH: batch_parts(), TENSOR: sizes[TENSOR]}
     axes = zip(x.shape, ACTIVATIONS[role][-x.ndim :], strict=True)
     return jax.lax.with_sharding_constraint(
         x, PartitionSpec(*(axis if size % pieces[axis] == 0 else None for size, axis in axes))
     )
+
+
+def batch_parts() -> int:
+    """Into how many parts a batch is split."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return sizes[DATA] * sizes[FSDP] if on_mesh() else 1
 
 
 def on_mesh() -> bool:

@@ -73,6 +73,7 @@ def restored(config: RunConfig, state: Any, directory: Path) -> dict[str, bool]:
 
 
 def main(out: Path) -> None:
+    step.CHUNK_LOGITS = 2 * 4 * CONFIG.model.vocab_size  # the loss by 4 positions at a time where a batch is split by 4
     tokens = np.random.default_rng(0).integers(0, CONFIG.model.vocab_size, (2, 8, 17)).astype(np.int32)
     results: dict[str, Any] = {}
     config, state = CONFIG, None

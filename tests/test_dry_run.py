@@ -43,7 +43,7 @@ def test_the_formula_is_what_the_program_does(change):
     assert counted(model, TRAIN) == flops.model_flops(model, TOKENS)
 
 
-def test_rematerialisation_and_chunks_of_the_loss_are_counted_on_top(monkeypatch):
+def test_rematerialisation_is_counted_on_top_and_chunks_of_the_loss_cost_nothing(monkeypatch):
     """`dots` does the scores and the mixture again, `full` the blocks forward but for their last product."""
     whole = flops.model_flops(MODEL, TOKENS)
     scores = 2 * TOKENS * 2 * MODEL.n_layer * 16 * 16
@@ -51,8 +51,8 @@ def test_rematerialisation_and_chunks_of_the_loss_are_counted_on_top(monkeypatch
     last = 2 * TOKENS * MODEL.n_layer * 16 * 40
     wanted = {"dots": whole + scores, "full": whole + blocks - last}
     assert {name: counted(MODEL, dataclasses.replace(TRAIN, remat=name)) for name in wanted} == wanted
-    monkeypatch.setattr(step, "CHUNK_LOGITS", 4 * 61)
-    assert counted(MODEL, TRAIN) == whole + 2 * TOKENS * 61 * 16
+    monkeypatch.setattr(step, "CHUNK_LOGITS", 8 * 4 * 61)
+    assert counted(MODEL, TRAIN) == whole
 
 
 def test_the_peak_is_known_of_some_devices_in_bfloat16_alone():

@@ -88,11 +88,11 @@ PRESETS: dict[str, RunConfig] = {
     ),
     "gpt2-small": RunConfig(
         ModelConfig(vocab_size=50257, n_layer=12, n_head=12, d_model=768, d_ff=3072, context=1024),
-        TrainConfig(tokenizer="gpt2", micro_batch=8, accumulation=8, lr=6e-4, compute_dtype="bfloat16"),
+        TrainConfig(tokenizer="gpt2", micro_batch=8, accumulation=8, lr=6e-4, compute_dtype="bfloat16", remat="dots"),
     ),
     # The paper's run, 773,615,360 parameters (protocol.md).
     "paper": RunConfig(
         ModelConfig(vocab_size=50257, n_layer=36, n_head=20, d_model=1280, d_ff=5120, context=1024),
-        TrainConfig(tokenizer="gpt2", compute_dtype="bfloat16"),
+        TrainConfig(tokenizer="gpt2", compute_dtype="bfloat16", remat="dots"),
     ),
 }

@@ -1,5 +1,6 @@
 """One update as a pure function of (state, batch): accumulation by scan, AdamW, schedule, clip, precision policy."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from models import ModelConfig, gpt
-from models.sharding import as_stored
+from models.sharding import as_stored, batch_parts
 from train.config import TrainConfig
 
 State = dict[str, Any]
@@ -17,8 +18,8 @@ State = dict[str, Any]
 
 Metrics = dict[str, Array]
 
-CHUNK_LOGITS = 2**23
-"""Most logits of a sequence that the loss holds at a time: those of 128 positions with GPT-2's vocabulary, 26 MB."""
+CHUNK_LOGITS = 2**26
+"""Most logits that the loss holds at a time on a device: 256 MB in float32, 1,024 positions of GPT-2's vocabulary."""
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
@@ -91,48 +92,60 @@ def loss(
     """Mean cross-entropy per token in nats, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = gpt.stream(model, cast(params, compute_dtype), inputs, key, remat=remat)
-    return _cross_entropy(model, params, x, targets, compute_dtype)
+    return _cross_entropy(model, compute_dtype, params["ends"], x, targets)
 
 
-def chunk_positions(vocab_size: int) -> int:
-    """Positions whose logits stand at a time: a power of two, as contexts mostly are."""
-    return 2 ** (max(1, CHUNK_LOGITS // vocab_size).bit_length() - 1)
+def chunk_positions(vocab_size: int, sequences: int) -> int:
+    """Positions of some sequences whose logits stand at a time on a device: a power of two, as contexts mostly are."""
+    return 2 ** (max(1, CHUNK_LOGITS // (vocab_size * sequences)).bit_length() - 1)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cross_entropy(
-    model: ModelConfig,
-    params: gpt.Params,
-    x: Float[Array, "b t d"],
-    targets: Int[Array, "b t"],
-    compute_dtype: str,
+    model: ModelConfig, compute_dtype: str, ends: gpt.Params, x: Float[Array, "b t d"], targets: Int[Array, "b t"]
 ) -> Float[Array, ""]:
     """Mean cross-entropy of the head on the stream that leaves the last block, a chunk of positions at a time.
 
-    The logits of one chunk stand at a time, and the backward pass makes them again: b t v float32 entries would be the
-    largest array of the whole program. The head is cast to the compute dtype inside the chunk, so that the chunks'
-    gradients of it are added in float32.
+    The `b t v` float32 logits, the largest array of the program where attention is not, never stand whole. A chunk's
+    gradient is taken along with its loss, while its logits are there, and waits, as large as the stream and the head,
+    to be scaled by the cotangent. The head is cast to the compute dtype inside the chunk, so that the chunks' gradients
+    of it are added in float32.
     """
-    t, size = x.shape[1], chunk_positions(model.vocab_size)
+    return _cross_entropy_forward(model, compute_dtype, ends, x, targets)[0]
 
-    def total(x, targets):
-        logits = gpt.logits(model, {"ends": cast(params["ends"], compute_dtype)}, x)
-        return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
-    if size >= t:
-        return total(x, targets) / targets.size
-    whole = t - t % size
+def _cross_entropy_forward(model, compute_dtype, ends, x, targets):
+    b, t = targets.shape
+    size = min(t, chunk_positions(model.vocab_size, -(-b // batch_parts())))
+
+    def chunk_loss(ends, x, targets):
+        logits = gpt.logits(model, {"ends": cast(ends, compute_dtype)}, x)
+        return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, targets)) / (b * t)
+
+    def add(so_far, chunk):
+        value, (d_ends, d_x) = jax.value_and_grad(chunk_loss, argnums=(0, 1))(ends, *chunk)
+        return jax.tree.map(jnp.add, so_far, (value, d_ends)), d_x
 
     def chunks(array):
-        parts = array[:, :whole].reshape(array.shape[0], whole // size, size, *array.shape[2:])
+        parts = array[:, : t - t % size].reshape(b, t // size, size, *array.shape[2:])
         return jnp.moveaxis(parts, 1, 0)
 
-    again = jax.checkpoint(total, prevent_cse=False)  # inside a scan no guard against CSE is needed
-    summed, _ = jax.lax.scan(
-        lambda so_far, chunk: (so_far + again(*chunk), None), jnp.zeros((), jnp.float32), (chunks(x), chunks(targets))
-    )
-    if whole < t:
-        summed = summed + jax.checkpoint(total)(x[:, whole:], targets[:, whole:])
-    return summed / targets.size
+    so_far = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, ends))
+    so_far, d_chunks = jax.lax.scan(add, so_far, (chunks(x), chunks(targets)))
+    d_x = jnp.moveaxis(d_chunks, 0, 1).reshape(b, t - t % size, -1)
+    if t % size:
+        so_far, d_rest = add(so_far, (x[:, -(t % size) :], targets[:, -(t % size) :]))
+        d_x = jnp.concatenate([d_x, d_rest], axis=1)
+    value, d_ends = so_far
+    return value, (d_ends, d_x)
+
+
+def _cross_entropy_backward(_model, _compute_dtype, gradients, cotangent):
+    d_ends, d_x = jax.tree.map(lambda leaf: leaf * cotangent.astype(leaf.dtype), gradients)
+    return d_ends, d_x, None
+
+
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def block_norms(grads: gpt.Params) -> Float[Array, " n_layer"]:
