@@ -97,9 +97,10 @@ def block(
     key: PRNGKeyArray | None = None,
     *,
     where: Bool[Array, "*b t"] | None = None,
+    flash: bool = False,
 ) -> Float[Array, "*b t d"]:
-    """One block, as a map of the residual stream."""
-    return _block(config, block_params)(x, key, where)
+    """One block, as a map of the residual stream; `flash` computes its attention by `Attention.fused`."""
+    return _block(config, block_params)(x, key, where, flash)
 
 
 def attention_sublayer(
@@ -213,6 +214,7 @@ def scan_blocks(
     *,
     where: Bool[Array, "*b t"] | None = None,
     remat: Remat = "none",
+    flash: bool = False,
     collect: Callable[[Params, Float[Array, "*b t d"]], Any] | None = None,
 ) -> tuple[Float[Array, "*b t d"], Any]:
     """All blocks in order.
@@ -225,7 +227,7 @@ def scan_blocks(
     def body(x, block_and_key):
         block_params, block_key = block_and_key
         collected = None if collect is None else collect(block_params, x)
-        return block(config, block_params, x, block_key, where=where), collected
+        return block(config, block_params, x, block_key, where=where, flash=flash), collected
 
     keys = None if key is None else jax.random.split(key, config.n_layer)
     return jax.lax.scan(_recomputed(body, remat), x, (params["blocks"], keys))
@@ -240,11 +242,12 @@ def stream(
     where: Bool[Array, "*b t"] | None = None,
     token_types: Int[Array, "*b t"] | None = None,
     remat: Remat = "none",
+    flash: bool = False,
 ) -> Float[Array, "*b t d"]:
     """The residual stream that leaves the last block; with a key in training mode (dropout)."""
     key_embed, key_blocks = (None, None) if key is None else jax.random.split(key)
     x = embed(config, params, tokens, key_embed, token_types=token_types)
-    return scan_blocks(config, params, x, key_blocks, where=where, remat=remat)[0]
+    return scan_blocks(config, params, x, key_blocks, where=where, remat=remat, flash=flash)[0]
 
 
 def apply(

@@ -54,6 +54,8 @@ def check(shape: MeshShape, config: RunConfig, devices: int) -> None:
         raise MeshError(
             f"mesh {shape} is {shape.devices} devices, but there are {devices}; remedy: --mesh data={devices}"
         )
+    if config.train.flash:
+        _check_flash(config)
     model, tensor, batch = config.model, shape.tensor, shape.data * shape.fsdp
     wanted = [
         ("micro_batch", config.train.micro_batch, "data * fsdp", batch),
@@ -74,6 +76,22 @@ def chosen(shape: MeshShape | None, config: RunConfig) -> MeshShape:
     shape = shape or MeshShape(data=jax.device_count())
     check(shape, config, jax.device_count())
     return shape
+
+
+def _check_flash(config: RunConfig) -> None:
+    """`MeshError` where the fused attention cannot do what is asked for."""
+    wanted = [
+        (jax.default_backend() == "gpu", f"CUDA devices, and JAX has {jax.default_backend()} here"),
+        (config.train.compute_dtype == "bfloat16", f"compute_dtype bfloat16, not {config.train.compute_dtype}"),
+        (not config.model.dropout, f"dropout 0, not {config.model.dropout}: it acts on attention rows"),
+        (
+            config.model.d_head % 8 == 0 and config.model.d_head <= 128,
+            f"heads of width 8, 16, ... 128, not {config.model.d_head}",
+        ),
+    ]
+    for fits, want in wanted:
+        if not fits:
+            raise MeshError(f"flash attention wants {want}; remedy: --no-flash")
 
 
 def make(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:

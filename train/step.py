@@ -88,10 +88,11 @@ def loss(
     *,
     compute_dtype: str = "float32",
     remat: gpt.Remat = "none",
+    flash: bool = False,
 ) -> Float[Array, ""]:
     """Mean cross-entropy per token in nats, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    x = gpt.stream(model, cast(params, compute_dtype), inputs, key, remat=remat)
+    x = gpt.stream(model, cast(params, compute_dtype), inputs, key, remat=remat, flash=flash)
     return _cross_entropy(model, compute_dtype, params["ends"], x, targets)
 
 
@@ -184,6 +185,7 @@ def make_update(
             key if model.dropout else None,
             compute_dtype=config.compute_dtype,
             remat=config.remat,
+            flash=config.flash,
         )
         return jax.tree.map(jnp.add, accumulated, (value, as_stored(grads))), None
 
