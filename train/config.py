@@ -44,7 +44,7 @@ class TrainConfig:
     """What the backward pass computes again instead of keeping it: `none`; `dots` all of a block but its products with
     matrices of parameters; `full` all of it."""
     flash: bool = False
-    """Attention by cuDNN's fused kernel, whose rows never stand in memory: on CUDA devices, in bfloat16, with dropout 0.
+    """Attention by cuDNN's fused kernel, whose rows never stand in memory: on CUDA devices, bfloat16, with dropout 0.
     Telemetry computes its rows in any case."""
     attention_every: int = 10
     """Updates between attention statistics (also at the first and the last)."""
