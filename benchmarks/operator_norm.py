@@ -16,7 +16,7 @@ A step costs what one of matfree's costs; sens takes a few more, because it stop
 within 1e-2, and it keeps no basis. matfree as a dependency would bring neither a status nor a bound.
 
 Block norm, CPU time: 4.5, 7.7, 14.5 ms for 1, 2, 4 rows (L 64, d 32): linear in rows, and so in probes; twice for twice
-the width; seven times for twice the length, more than the four of the attention block's own L^2 (its caches are shared).
+the width; seven times for twice the length, more than the four of the attention block's own L^2 (caches are shared).
 Brackets at rtol 1e-2:
 
     L 32, d 32, all rows            upper/lower 1.0001    0.03 CPU s     1 MiB

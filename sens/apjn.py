@@ -46,6 +46,8 @@ def derf(alpha: float = 1.0) -> Norm:
     >>> print(f"{moments.q / 1e-4:.4f} {4 / math.pi:.4f}")
     1.2730 1.2732
     """
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"alpha must be positive, got {alpha}")
     slope, a = 4 * alpha**2 / math.pi, 2 * alpha**2
 
     def moments(q: float, p: float) -> Moments:
@@ -81,7 +83,7 @@ def apjn_recursion(
       norm: moments of the norm before each: `layer_norm` (RMSNorm is the same), or ``derf(alpha)``.
 
     Raises:
-      ValueError: fewer than one block or token, or ``q, p`` that are no mean square and product.
+      ValueError: fewer than one block or token, ``q, p`` that are no mean square and product, or a negative gain.
 
     Example:
       >>> print(f"{apjn_recursion(1.0, 0.2, 16, 16)[0]:.2f} {apjn_recursion(1.0, 0.2, 16, 16, norm=derf(1.0))[0]:.2f}")
@@ -91,6 +93,8 @@ def apjn_recursion(
         raise ValueError(f"at least one block and one token are wanted, got {blocks} and {tokens}")
     if not (q > 0 and abs(p) <= q):
         raise ValueError(f"q must be positive and |p| at most q, got q = {q} and p = {p}")
+    if not (0 <= attention < math.inf and 0 <= mlp < math.inf):
+        raise ValueError(f"gains must be finite and not negative, got attention = {attention} and mlp = {mlp}")
     seen = []
     for _ in range(blocks):
         before_attention = norm(q, p)

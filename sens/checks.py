@@ -24,7 +24,7 @@ def is_traced(*arrays: Any) -> bool:
 
 def as_float(x: ArrayLike, name: str) -> Float[Array, "..."]:
     """`x` as a jax array with its own dtype; a `TypeError` if it is not floating, or would be rounded on the way in."""
-    dtype = np.result_type(x) if not hasattr(x, "dtype") else x.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    dtype = np.asarray(x).dtype if not hasattr(x, "dtype") else x.dtype  # pyright: ignore[reportAttributeAccessIssue]
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name} has dtype {dtype}; a floating dtype is wanted")
     array = jnp.asarray(x)

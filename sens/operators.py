@@ -101,7 +101,8 @@ def block_operator_norm(
       `BlockNorm`. Without convergence the bracket stays wide and says so.
 
     Raises:
-      ValueError: shapes, rows or options that do not fit; a point or value that is not finite.
+      ValueError: shapes, rows or options that do not fit; a point or value that is not finite; a `row_upper` below what
+        is attained.
       TypeError: a point that is not floating, or a map that changes its dtype.
         Inside jit, where values are unknown, bad values give NaN.
 
@@ -114,7 +115,7 @@ def block_operator_norm(
     """
     if geometry not in ("two", "rms"):
         raise ValueError(f"geometry must be 'two' or 'rms', got {geometry!r}")
-    if not rtol > 0:
+    if not 0 < rtol < math.inf:
         raise ValueError(f"rtol must be positive, got {rtol}")
     for name, value in (("restarts", restarts), ("steps", steps), ("rounds", rounds), ("batch", batch)):
         if value < 1:
@@ -123,6 +124,8 @@ def block_operator_norm(
     if df.value.ndim != 2 or np.ndim(x) != 2:
         raise ValueError(f"a map from (L, d) to (m, e) is wanted, got {np.shape(x)} to {df.value.shape}")
     (L, d), (m, e) = np.shape(x), df.value.shape
+    if 0 in (L, d, m, e):
+        raise ValueError(f"a map between arrays with entries is wanted, got {(L, d)} to {(m, e)}")
     dtype = df.value.dtype
     scale = math.sqrt(d / e) if geometry == "rms" else 1.0
     picked = jnp.arange(m, dtype=jnp.int32) if rows is None else _checked_rows(rows, m)
@@ -157,7 +160,10 @@ def block_operator_norm(
     inside = (picked >= 0) & (picked < m)  # known only here for rows given inside jit
     back = jnp.argsort(order)
     lower = jnp.where(inside, lower[back] * (scale / slack), jnp.nan)
-    upper = jnp.where(inside, upper[back] * (scale * slack), jnp.nan)
+    upper = jnp.where(inside, _at_least(upper[back] * (scale * slack), lower), jnp.nan)
+    if row_upper is not None and not checks.is_traced(upper) and np.isnan(upper).any() and not np.isnan(lower).any():
+        row = int(np.argmax(np.isnan(upper)))
+        raise ValueError(f"row_upper[{row}] = {row_upper[row]} is no bound: {lower[row]} is attained")
     return BlockNorm(
         rows=picked,
         row_lower=lower,
@@ -329,6 +335,12 @@ def _dual(df: Differential, index: Array, row: _Row, t: Array) -> tuple[Array, A
     disagreement = jnp.linalg.norm(gram - gram.T) + jnp.linalg.norm(again - gram @ vector)
     rounding = 4 * gram.shape[0] * float(jnp.finfo(gram.dtype).eps) * top + disagreement
     return t.sum() * (top + rounding), vector
+
+
+def _at_least(upper: Array, lower: Array) -> Array:
+    """Upper ends that rounding put below what is attained are raised to it; NaN for what was no bound."""
+    tolerance = math.sqrt(float(jnp.finfo(upper.dtype).eps))
+    return jnp.where(upper >= (1 - tolerance) * lower, jnp.maximum(upper, lower), jnp.nan)
 
 
 def _pull_row(df: Differential, row: Array, y: Array) -> Array:

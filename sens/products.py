@@ -20,6 +20,7 @@ Source: S. M. Emadi, arXiv 2602.18849, Theorems 4.5 and 4.6; the sweeps are ours
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -95,10 +96,11 @@ def chain(sublayers: Sequence[Sublayer], params: Params, x: Stream) -> Chain:
       [1. 2. 4.] [8.] [4.]
     """
     sublayers = tuple(sublayers)
-    leaves = jax.tree.leaves(params)
-    if not sublayers or not leaves or leaves[0].shape[0] == 0:
+    periods = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params)}
+    if not sublayers or len(periods) != 1 or next(iter(periods)) in ((), (0,)):
         raise ValueError(
-            "a chain wants at least one sublayer, and parameters with a leading axis of at least one period"
+            "a chain wants at least one sublayer, and parameters with one leading axis, of at least one period; "
+            f"got {len(sublayers)} sublayers and leading axes {sorted(periods)}"
         )
 
     def period(x: Stream, params: Params) -> tuple[Stream, Array]:
@@ -265,6 +267,9 @@ def _checked(linked: Chain, vector: Stream, carry: Any, start: Depth, stop: Dept
         raise ValueError(
             f"the vector is {vector.dtype}{vector.shape}, the chain's stream {linked.end.dtype}{linked.end.shape}"
         )
+    for depth in (start, stop):
+        if not jnp.issubdtype(jnp.result_type(depth), jnp.integer):
+            raise TypeError(f"depths are whole numbers of sublayers, got {depth}")
     in_order = (start >= 0) & (start < stop) & (stop <= linked.depth)
     if checks.is_traced(in_order):
         return jax.tree.map(lambda leaf: jnp.where(in_order, leaf, jnp.nan), carry)
@@ -308,7 +313,8 @@ def singular_values(
       rtol: relative residual at which a value counts as converged.
 
     Raises:
-      ValueError: `count` or `steps` below one, or fewer steps than values.
+      ValueError: `count` or `steps` below one, or fewer steps than values; an rtol that is not positive; a start that
+        is zero or not finite (inside jit: NaN).
 
     Example:
       >>> A = jnp.diag(jnp.array([3.0, 2.0, 1.0]))
@@ -321,6 +327,12 @@ def singular_values(
         raise ValueError(
             f"count must be from 1 to the number of steps ({steps} on {start.size} dimensions), got {count}"
         )
+    if not 0 < rtol < math.inf:
+        raise ValueError(f"rtol must be positive, got {rtol}")
+    length = jnp.linalg.norm(start.ravel())
+    directed = (length > 0) & (length < jnp.inf)
+    if not checks.is_traced(directed) and not directed:
+        raise ValueError(f"start must be finite and not zero, got one of length {length}")
     image = jax.eval_shape(push, start)
     tiny = 16 * jnp.finfo(start.dtype).eps
 
@@ -341,7 +353,7 @@ def singular_values(
         return U.at[k].set(u), V.at[k + 1].set(v), alphas.at[k].set(alpha), betas.at[k].set(beta), scale
 
     zero = jnp.zeros((), start.dtype)
-    first = start.ravel() / jnp.linalg.norm(start.ravel())
+    first = start.ravel() / length
     state = (
         jnp.zeros((steps, image.size), start.dtype),
         jnp.zeros((steps + 1, start.size), start.dtype).at[0].set(first),
@@ -351,5 +363,6 @@ def singular_values(
     )
     _, _, alphas, betas, _ = jax.lax.fori_loop(0, steps, step, state)
     P, values = svd(jnp.diag(alphas) + jnp.diag(betas[:-1], 1))
+    values = jnp.where(directed, values, jnp.nan)
     residuals = betas[-1] * jnp.abs(P[-1])
     return SingularValues(values[:count], residuals[:count], residuals[:count] <= rtol * values[:count])

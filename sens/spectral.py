@@ -75,12 +75,14 @@ def spectral_norm(
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    if not rtol > 0:
+    if not 0 < rtol < math.inf:
         raise ValueError(f"rtol must be positive, got {rtol}")
     if not 0 < failure < 1:
         raise ValueError(f"failure must be in (0, 1), got {failure}")
     value, push, pull = linearise(f, x)
     x = jnp.asarray(x)
+    if not x.size or not value.size:
+        raise ValueError(f"a map between arrays with entries is wanted, got {x.shape} to {value.shape}")
     slack = 1 + 4 * math.sqrt(x.size) * float(jnp.finfo(x.dtype).eps)  # for sums over all of x, on either end
     enough = (1 + rtol) / slack**2
     log_delta = math.log(failure) - math.log(2 * x.size / math.pi) / 2

@@ -92,3 +92,10 @@ def test_growth_is_a_power_of_depth_with_layer_norm_and_faster_without():
 def test_what_cannot_be_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         apjn_recursion(*arguments)
+
+
+def test_gains_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"got attention = 1.0 and mlp = -1.0"):
+        apjn_recursion(1.0, 0.2, 2, 3, mlp=-1.0)
+    with pytest.raises(ValueError, match="alpha must be positive, got 0"):
+        derf(0)

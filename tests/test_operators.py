@@ -277,6 +277,12 @@ def test_inside_jit_bad_values_give_nan():
     assert not outside.converged
 
 
+def test_inside_jit_a_bound_below_what_is_attained_gives_nan():
+    norm = bracket(jnp.sinh, jnp.ones((2, 2)), row_upper=jnp.array([9.0, 0.5]))
+    assert jnp.isnan(norm.row_upper).tolist() == [False, True]
+    assert not norm.converged
+
+
 def test_an_infinite_slope_gives_nan():
     norm = bracket(jnp.cbrt, jnp.zeros((2, 2)))
     assert not norm.converged
@@ -297,6 +303,10 @@ def test_an_infinite_slope_gives_nan():
         (jnp.tanh, np.ones((2, 2)), {"rtol": 0.0}, "rtol must be positive"),
         (jnp.tanh, np.ones((2, 2)), {"rounds": 0}, "rounds must be at least 1"),
         (jnp.tanh, np.ones((2, 2)), {"geometry": "max"}, "geometry"),
+        (jnp.tanh, np.ones((0, 2)), {}, r"entries is wanted, got \(0, 2\) to \(0, 2\)"),
+        (lambda x: x[:0], np.ones((2, 2)), {}, r"entries is wanted, got \(2, 2\) to \(0, 2\)"),
+        (jnp.tanh, np.ones((2, 2)), {"rtol": np.inf}, "rtol must be positive"),
+        (jnp.sinh, np.ones((2, 2)), {"row_upper": np.array([9, 0.5])}, r"row_upper\[1\] = 0.5 is no bound: 1.5"),
         (jnp.tanh, np.ones((2, 2)), {"row_upper": np.ones(3)}, r"row_upper must have one bound a row, shape \(2,\)"),
     ],
 )

@@ -384,3 +384,27 @@ def test_singular_values_of_a_product_through_depth():
     measured = found(jax.random.normal(jax.random.key(0), linked.end.shape))
     np.testing.assert_allclose(measured.values, np.linalg.svd(matrix, compute_uv=False)[:3], rtol=1e-9)
     np.testing.assert_allclose(measured.residuals, 0, atol=1e-9)
+
+
+def test_a_start_without_direction_or_a_tolerance_without_width_is_refused():
+    def largest(start, **options):
+        return products.singular_values(lambda v: 2 * v, lambda u: 2 * u, start, count=1, steps=1, **options)
+
+    with pytest.raises(ValueError, match=r"one of length 0\.0"):
+        largest(jnp.zeros(3))
+    with pytest.raises(ValueError, match="one of length nan"):
+        largest(jnp.full(3, jnp.nan))
+    with pytest.raises(ValueError, match="rtol must be positive, got 0"):
+        largest(jnp.ones(3), rtol=0)
+    found = jax.jit(largest)(jnp.zeros(3))
+    assert jnp.isnan(found.values).all()
+    assert not found.converged.any()
+
+
+def test_depths_and_periods_that_do_not_fit_are_refused():
+    sublayer = Sublayer(lambda a, x: a[0] * a[1] * x, lambda a, x, b: x + b)
+    with pytest.raises(ValueError, match=r"got 1 sublayers and leading axes \[\(2,\), \(3,\)\]"):
+        products.chain([sublayer], (jnp.ones(3), jnp.ones(2)), jnp.ones(4))
+    linked = products.chain([sublayer], (jnp.ones(3), jnp.ones(3)), jnp.ones(4))
+    with pytest.raises(TypeError, match=r"whole numbers of sublayers, got 0\.5"):
+        products.push(linked, jnp.ones(4), 0.5, 2)  # pyright: ignore[reportArgumentType]

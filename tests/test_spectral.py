@@ -98,6 +98,10 @@ def test_values_are_checked():
         spectral_norm(lambda v: J @ v, jnp.zeros(2), key=KEY, failure=0.0)
     with pytest.raises(ValueError, match="steps must be at least 1"):
         spectral_norm(lambda v: J @ v, jnp.zeros(2), key=KEY, steps=0)
+    with pytest.raises(ValueError, match=r"entries is wanted, got \(0,\)"):
+        spectral_norm(jnp.tanh, jnp.zeros(0), key=KEY)
+    with pytest.raises(ValueError, match="rtol must be positive, got inf"):
+        spectral_norm(lambda v: J @ v, jnp.zeros(2), key=KEY, rtol=jnp.inf)
     with pytest.raises(ValueError, match="rtol must be positive"):
         spectral_norm(lambda v: J @ v, jnp.zeros(2), key=KEY, rtol=-1.0)
     bad = on_matrix(jnp.full((2, 2), jnp.nan), KEY)
