@@ -146,8 +146,8 @@ def comparison(found: Sequence[Inspection]) -> Table:
     return Table("All layers and heads", ("", *(one.name for one in found)), lines)
 
 
-SHORT = {"covariance": "covar.", "refined": "refined", "local": "Thm 4.1", "bounded": "Cor 4.2", "newhouse": "Newhouse"}
-"""Names of bounds that leave a table as wide as a terminal."""
+SHORT = {"covariance": "covar.", "refined": "refined", "local": "Thm 4.1", "bounded": "Cor 4.2"}
+"""The bounds that a table as wide as a terminal has room for; the report has all."""
 
 
 def bounds_table(one: Inspection, names: Mapping[str, str] = SHORT) -> Table | None:

@@ -104,7 +104,7 @@ def inspect(arguments: Sequence[str]) -> None:
         rows: bool = False
         """Also write rows.parquet: a line an attention row."""
         bounds: bool = False
-        """Also measure Lambda of some layers' attention, from both sides, and the bounds on it: minutes."""
+        """Also measure Lambda of some layers' attention, from both sides, and its bounds: a minute or two a layer."""
         bounds_layers: tuple[int, ...] | None = None
         """With --bounds: the layers to measure; by default 0, N/4, N/2, 3N/4 and N-1."""
         bounds_length: int = 32
