@@ -14,7 +14,7 @@ import numpy as np
 
 from tests.test_sharding import CASES, CONFIG
 from tests.trained import is_key
-from train import checkpoint, sharding, step
+from train import checkpoint, sharding, step, telemetry
 from train.presets import RunConfig
 
 
@@ -72,6 +72,18 @@ def restored(config: RunConfig, state: Any, directory: Path) -> dict[str, bool]:
     return same
 
 
+def telemetry_errors(config: RunConfig, state: Any, mesh: Any) -> dict[str, float]:
+    """Largest differences between what telemetry measures on a mesh and on one device."""
+    params = sharding.gathered(mesh, state["params"])
+    tokens = np.random.default_rng(1).integers(0, config.model.vocab_size, (8, 16)).astype(np.int32)
+    one = sharding.one_device()
+    found, wanted = (
+        telemetry.jitted_rows(config.model, (0, 1), where)(given, sharding.place(where, tokens, 8))
+        for where, given in ((mesh, state["params"]), (one, params))
+    )
+    return {name: float(np.nanmax(np.abs(np.asarray(found[name]) - np.asarray(wanted[name])))) for name in wanted}
+
+
 def main(out: Path) -> None:
     step.CHUNK_LOGITS = 2 * 4 * CONFIG.model.vocab_size  # the loss by 4 positions at a time where a batch is split by 4
     tokens = np.random.default_rng(0).integers(0, CONFIG.model.vocab_size, (2, 8, 17)).astype(np.int32)
@@ -85,6 +97,7 @@ def main(out: Path) -> None:
         for case in (case for case in CASES if case.startswith(placement)):
             figures, found, state = measure(config, sharding.make(sharding.parse(case.split()[1])), start, tokens)
             results[case] = {**figures, "gradient_errors": errors(found, wanted)}
+    results["telemetry"] = telemetry_errors(config, state, sharding.make(sharding.parse(CASES[-1].split()[1])))
     with tempfile.TemporaryDirectory() as directory:
         results["restored"] = restored(config, state, Path(directory))
     out.write_text(json.dumps(results))

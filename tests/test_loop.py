@@ -20,6 +20,7 @@ from models import gpt
 from tests.trained import contents, final_state, recorded, tiny
 from train import checkpoint, loop, step
 from train.data import TokenDataset
+from train.flops import model_flops
 from train.loop import TrainingError, train
 from train.probe import last_micro_batch, load
 from train.text import DataError
@@ -54,6 +55,23 @@ def test_every_update_is_recorded(finished, corpus):
     timing = records.read_table(finished, "timing")
     assert timing["update"].to_list() == updates["update"].to_list()
     np.testing.assert_allclose(timing["tokens_per_second"] * timing["seconds"], 4 * 2 * 32)
+    assert timing["mfu"].is_null().all()  # a CPU's peak is not known
+
+
+def test_the_share_of_the_peak_is_recorded_where_the_peak_is_given(tmp_path, finished, corpus):
+    shown = []
+
+    def on_update(now: loop.Progress) -> None:
+        shown.append(now.mfu)
+        crash_at(3)(now)
+
+    config = tiny(corpus)
+    with pytest.raises(CrashError):
+        train(tmp_path / "run", config, finished.parent / "data", peak_tflops=1e-3, on_update=on_update)
+    timing = records.read_table(tmp_path / "run", "timing")
+    operations = model_flops(config.model, 4 * 2 * 32)
+    np.testing.assert_allclose(timing["mfu"] * timing["seconds"] * 1e9, operations)
+    assert timing["mfu"].to_list() == shown
 
 
 def test_attention_is_recorded_at_its_cadence_for_every_sampled_layer_and_head(finished):

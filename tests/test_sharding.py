@@ -157,3 +157,8 @@ def test_attention_is_split_by_head_and_the_ffn_by_width(measured):
         "[2,16,16]": True,
         "[8,16,32]": False,
     }
+
+
+def test_telemetry_of_a_split_model_is_that_of_one_device(measured):
+    assert {"entropy", "p_max", "lower", "upper"} <= measured["telemetry"].keys()
+    assert max(measured["telemetry"].values()) < 1e-5
