@@ -35,7 +35,14 @@ Depth = int | Int[Array, ""]
 
 
 def link(model: ModelConfig, params: gpt.Params, tokens: Int[Array, "*b t"]) -> products.Chain:
-    """The sublayers of a forward pass in evaluation mode, attention and FFN in turn, from the embedding up."""
+    """The sublayers of a forward pass in evaluation mode, attention and FFN in turn, from the embedding up.
+
+    Raises:
+      ValueError: no tokens, more of them than the model's context, or parameters of another configuration.
+    """
+    if 0 in tokens.shape:
+        raise ValueError(f"at least one token is wanted, got shape {tokens.shape}")
+    _check_parameters(model, params)
     return link_blocks(model, params["blocks"], gpt.embed(model, params, tokens))
 
 
@@ -46,6 +53,16 @@ def link_blocks(model: ModelConfig, blocks: gpt.Params, x: Float[Array, "*b t d"
         products.Sublayer(partial(gpt.ffn_branch, model), partial(gpt.ffn_join, model)),
     )
     return products.chain(sublayers, blocks, x)
+
+
+def _check_parameters(model: ModelConfig, params: gpt.Params) -> None:
+    wanted = jax.eval_shape(partial(gpt.init, model), jax.random.key(0))["blocks"]
+    given = dict(jax.tree_util.tree_leaves_with_path(params["blocks"]))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(wanted):
+        shape = given[path].shape if path in given else None
+        if shape != leaf.shape:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(f"parameters of another configuration: blocks/{name} is {shape}, {leaf.shape} is wanted")
 
 
 def loss(

@@ -276,3 +276,8 @@ def test_what_cannot_be_measured_is_refused():
         depth.measure_depth(SMALL, params, jnp.zeros((1, 7), jnp.int32), KEY)
     with pytest.raises(ValueError, match="got start 0 and stop 5"):
         depth.measure_pair(SMALL, params, tokens[0, :-1], KEY, 0, 5)
+    with pytest.raises(ValueError, match=r"at least one token is wanted, got shape \(1, 0\)"):
+        depth.link(SMALL, params, jnp.zeros((1, 0), jnp.int32))
+    wider = dataclasses.replace(SMALL, d_ff=2 * SMALL.d_ff)
+    with pytest.raises(ValueError, match=r"another configuration: blocks/ffn/down/kernel is .* is wanted"):
+        depth.link(wider, params, tokens[:, :-1])
