@@ -4,20 +4,21 @@
 
 Every ratio is of interleaved runs in this one process (the least of each); peers that are not installed are left out.
 
-Findings (2 cores, nothing else running, milliseconds by the wall clock; all rows of all cases closed to 1e-6). 4096 x 1024:
+Findings (2 cores, nothing else running, milliseconds by the wall clock; all rows of all cases closed to 1e-6),
+4096 x 1024 (the last column is NumPy's prefix over the bracket):
 
-| rows | bracket | NumPy's prefix | torch's prefix | jnp.sort prefix | our prefix | NumPy's over the bracket |
+| rows | bracket | NumPy's prefix | torch's prefix | jnp.sort prefix | our prefix | ratio |
 | --- | --- | --- | --- | --- | --- | --- |
-| s = 0.3 | 3.6 | 21.1 | 90.5 | 471 | 13.7 | 5.9 |
-| s = 1 | 3.9 | 21.5 | 100.7 | 479 | 13.9 | 5.6 |
-| s = 3 | 4.0 | 21.0 | 89.1 | 480 | 14.4 | 5.2 |
-| s = 6 | 4.9 | 21.3 | 89.9 | 473 | 14.3 | 4.3 |
-| causal | 5.6 | 20.2 | 53.3 | 345 | 14.8 | 3.6 |
+| s = 0.3 | 3.7 | 21.4 | 104.2 | 482 | 13.9 | 5.8 |
+| s = 1 | 3.4 | 20.2 | 96.9 | 465 | 13.7 | 5.9 |
+| s = 3 | 4.7 | 21.4 | 97.5 | 468 | 14.2 | 4.6 |
+| s = 6 | 4.3 | 20.9 | 103.3 | 469 | 13.9 | 4.9 |
+| causal | 4.5 | 20.2 | 64.3 | 327 | 13.9 | 4.5 |
 
-The last two vary most (4.3 to 6.1 and 3.6 to 5.0 over four runs): a few of their rows need the later passes. Of 3.6 ms the
-lanes take 1.7 (half of it the conversion to integers, which XLA clamps), the network 0.55, reading for validity 0.25.
-What made it fast: as few readers of a lane as possible, because XLA computes it again for each; no slice of a block fused
-into fewer than sixteen steps, which costs ten times as much; partners in the network by slices instead of a gather.
+From run to run a ratio moves by a tenth. Of 3.5 ms the lanes take 1.7, the network 0.55, reading for validity 0.25; the
+later passes 0.4 for 160 rows and 0.3 to 0.5 for the last ten. What made it fast: as few readers of a lane as possible,
+because XLA computes it again for each; no slice of a block fused into fewer than sixteen steps, which costs ten times as
+much; partners in the network by slices instead of a gather; the pass for clusters apart, which is the dearest.
 By rows, length 1024: 1.0 (1024), 2.3, 3.7, 8.1 (8192). By length, 2^22 entries: 7.5 (256, where the network for 64
 numbers a row weighs most), 3.6 (1024), 5.5 (4096), 5.5 (16384). Temporary memory 0.16 to 0.55 of the input.
 `theta_exact`: 0.1 ms at support 16, 0.13 at 24, 0.8 at 32, 13 at 40.

@@ -97,6 +97,7 @@ def _bracket_rows(p: Float[Array, "R n"], tol: Float[Array, " R"]) -> tuple[Floa
         (_mixed_pass, _BLOCK // (4 * n)),
         (_sorted_pass, _BLOCK // (32 * n)),
         (_deep_pass, 2),
+        (_clustered_pass, 2),
     ):
         rows = _refine(p, rows, tol, step, max(1, min(chunk, R, 1024)))
     lower, upper = _ends(rows, n)
@@ -204,11 +205,15 @@ def _sorted_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
 
 
 def _deep_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
-    """All signs of the thirteen largest entries, and clusters of nearly equal ones."""
+    """All signs of the thirteen largest entries, the rest folded in descending order."""
     ordered = discrepancy.sort_descending(on_grid(p).T)
-    lo, hi = jax.vmap(discrepancy.clusters_bounds)(ordered.T, total)
-    head = _head_bounds(ordered[:13], ordered[13:], total, p.shape[-1])
-    return head._replace(lo=jnp.maximum(lo, head.lo), hi=jnp.minimum(hi, head.hi))
+    return _head_bounds(ordered[:13], ordered[13:], total, p.shape[-1])
+
+
+def _clustered_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
+    """Rows of a few values shared by many entries, as saturated or untrained attention has them."""
+    ordered = discrepancy.sort_descending(on_grid(p).T)
+    return _Bounds(*jax.vmap(discrepancy.clusters_bounds)(ordered.T, total), total)
 
 
 def _head_bounds(head: Int[Array, "k C"], rest: Int[Array, "m C"], total: Int[Array, " C"], n: int) -> _Bounds:
