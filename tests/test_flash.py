@@ -36,8 +36,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize(
     "change",
     [
-        {"tau": 0.7},
-        {"placement": "post", "window": 3},
+        {"placement": "post", "window": 3, "tau": 0.7},
         {"causal": False, "n_kv_head": 2, "positions": "rope"},
     ],
 )

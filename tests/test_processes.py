@@ -25,14 +25,18 @@ SETTINGS: dict[str, Any] = {"updates": 60, "checkpoint_every": 20, "attention_ev
 Pair = list[subprocess.Popen[str]]
 
 
-def start_two(corpus: Path, run: Path) -> Pair:
+def start_two(corpus: Path, run: Path, *, slurm: bool = False) -> Pair:
+    """Found by our variables, or by those that Slurm sets, whose job number decides JAX's port."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     options = [part for name, value in SETTINGS.items() for part in (f"--{name.replace('_', '-')}", value)]
     command = ["train", "--preset", "tiny", "--source", corpus, "--out", run, *options]
-    values = [(f"localhost:{port}", "2", str(index)) for index in range(2)]
-    return [start(*command, more=dict(zip(processes.VARIABLES, value, strict=True))) for value in values]
+    step = {"SLURM_JOB_ID": str(port), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    ours = [(f"localhost:{port}", "2", str(index)) for index in range(2)]
+    slurms = [{**step, "SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)} for index in range(2)]
+    variables = slurms if slurm else [dict(zip(processes.VARIABLES, one, strict=True)) for one in ours]
+    return [start(*command, more=one) for one in variables]
 
 
 def lines(run: Path) -> int:
@@ -98,7 +102,7 @@ def test_killed_and_stopped_a_run_of_two_processes_ends_with_the_same_bits(tmp_p
         assert [said(err) for _, _, err in ends] == [wanted, wanted]
         assert str(update) in {path.name for path in (run / "checkpoints").iterdir()}
 
-    for status, _, err in map(finish, start_two(corpus, run)):
+    for status, _, err in map(finish, start_two(corpus, run, slurm=True)):
         assert status == 0, err
     assert recorded(run) == recorded(undisturbed)
     assert lines(run) == 60

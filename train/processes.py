@@ -15,7 +15,8 @@ from typing import NoReturn
 import jax
 from jax.experimental import multihost_utils
 
-COORDINATOR, COUNT, INDEX = VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+VARIABLES: tuple[str, ...] = (COORDINATOR, COUNT, INDEX)
 
 HEARTBEAT_SECONDS = 60
 """How long a process may be silent before the others end."""
@@ -42,7 +43,7 @@ def join() -> None:
             jax.distributed.initialize(
                 os.environ[COORDINATOR], count, index, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
             )
-    elif int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in os.environ:
+    elif "SLURM_STEP_NODELIST" in os.environ and os.environ.get("SLURM_NTASKS", "1") != "1":  # a step of several tasks
         jax.distributed.initialize(cluster_detection_method="slurm", heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
 
 
