@@ -34,6 +34,18 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64) if dtype == jnp.float64 else jnp.dtype(jnp.float32)
 
 
+def gelu(x: Float[Array, "*shape"], *, approximate: bool) -> Float[Array, "*shape"]:
+    """`x Phi(x) = x (1 + erf(x / sqrt 2)) / 2`, or its tanh form.
+
+    Through erf, as published models were trained. `jax.nn.gelu` goes through erfc, which keeps digits of values that
+    are nearly zero at two to three times the cost on a CPU.
+    """
+    if approximate:
+        return jax.nn.gelu(x, approximate=True)
+    one, half, scale = (jnp.asarray(value, x.dtype) for value in (1, 0.5, math.sqrt(0.5)))
+    return half * x * (one + jax.lax.erf(scale * x))
+
+
 class Linear(nnx.Module):
     """`x W`, or `x W + b`, on the last axis.
 
@@ -155,7 +167,8 @@ class Attention(nnx.Module):
         )
         mask = support(self.config, u.shape[-2], where)
         mask = mask.reshape((1,) * (scores.ndim - mask.ndim) + mask.shape)
-        return constrain(jax.nn.softmax(scores, axis=-1, where=mask), "rows")
+        # Not `softmax(where=mask)`: that selects again in the backward pass, at a tenth of the attention's time.
+        return constrain(jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1), "rows")
 
     def __call__(
         self, u: Float[Array, "*b t d"], key: PRNGKeyArray | None = None, where: Bool[Array, "*b t"] | None = None
@@ -198,7 +211,7 @@ class FeedForward(nnx.Module):
         if self.config.ffn == "swiglu":
             hidden = jax.nn.silu(self.gate(u)) * self.up(u)
         else:
-            hidden = jax.nn.gelu(self.up(u), approximate=self.config.ffn == "gelu_tanh")
+            hidden = gelu(self.up(u), approximate=self.config.ffn == "gelu_tanh")
         return dropout(self.down(constrain(hidden, "hidden")), self.config.dropout, key)
 
 
@@ -328,7 +341,7 @@ class Ends(nnx.Module):
         if config.placement == "pre":
             x = self.norm_final(x)
         if config.head == "masked":
-            x = self.norm_head(jax.nn.gelu(self.transform(x), approximate=config.ffn == "gelu_tanh"))
+            x = self.norm_head(gelu(self.transform(x), approximate=config.ffn == "gelu_tanh"))
         rows = (self.head if config.head == "untied" else self.tokens).embedding[...]
         logits = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=accumulator(x.dtype))
         if config.head == "masked":
