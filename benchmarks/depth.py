@@ -1,10 +1,22 @@
 """One depth profile of a 36-layer model, beside torch.func on the same weights: `python benchmarks/depth.py`.
 
-Findings (2 cores shared with other work, least of 2 rounds; core seconds are steadier than the wall clock):
-a profile takes 4.1 core seconds (4.2 s by the wall); torch.func by the same algorithm 7.4 (1.8 times ours, 1.9 by the
-wall: short of the twice that we aim at), as one would first write it 231 (56 times, 82 by the wall). All agree to three
-digits at every depth. Depth: 0.5, 2.0, 4.0 core seconds for 4, 18, 36 layers; probes: 1.4, 4.0, 8.1 for 4, 8, 16.
-Compile time (6 s) does not grow with depth, nor does memory but by the stored points (63, 66, 71 MiB).
+Findings (2 cores shared with much other work, each run's calls in turn, least of 2 rounds; read core seconds, not the wall):
+
+- a profile takes 1.5 to 1.6 core seconds. torch.func by the same algorithm takes 9.2 with its two threads (6.2 times ours)
+  and 2.9 with one (1.75 times). Its threads spin while they wait for cores that others hold, so that the first figure is too
+  large; the second is the bare arithmetic: short of twice.
+- torch.func as one would first write it takes 272 core seconds, about 140 times ours (before a sublayer was linearised once
+  for all probes: 1.9 core seconds for ours in that run). All agree to three digits at every depth.
+
+Scaling, in the same run as the last (time is linear in depth, 48 to 55 ms a block, and in probes, 0.22 to 0.23 s each;
+compile time does not grow with depth, nor does memory but by the stored points):
+
+    layers    probes    core seconds    seconds to compile    temporary MiB
+         4         8            0.22                   5.1               12
+        18         8            0.91                   4.6               19
+        36         4            0.92                   4.8               28
+        36         8            1.72                   5.1               28
+        36        16            3.65                   5.1               29
 
 A profile is the terms of the product from every depth to the output (total, identity, first order) on 8 random
 cotangents, in float32: width 128, 4 heads, one sequence of 256 tokens. Three ways:

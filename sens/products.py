@@ -178,6 +178,9 @@ def pull_terms(
     `collect(k, terms)` is called after sublayer `k` with the terms at depth ``k``, those of the product from `k` to
     `stop`; its results are stacked over all of the chain's sublayers (those outside the range see the vector as it
     stands).
+
+    Under `jax.vmap` a sublayer is linearised once, and pulls one vector after the other. It has no reverse derivative of
+    its own (`pull` has).
     """
 
     def act(maps: _Maps, terms: Terms) -> Terms:
@@ -189,7 +192,7 @@ def pull_terms(
         )
 
     terms = u if isinstance(u, Terms) else Terms(u, u, jnp.zeros_like(u))
-    return _backward(linked, act, terms.total, terms, start, stop, collect)
+    return _backward(linked, act, terms.total, terms, start, stop, collect, _one_at_a_time)
 
 
 class _Maps(NamedTuple):
@@ -214,11 +217,17 @@ def _forward(linked, act, v, carry, start, stop, collect):
     return _sweep(linked, act, linearised, v, carry, start, stop, collect, reverse=False)
 
 
-def _backward(linked, act, u, carry, start, stop, collect):
+@jax.custom_batching.sequential_vmap
+def _one_at_a_time(branch: Callable[[Array], tuple[Stream]], cotangent: Array) -> Stream:
+    """Vmapped, cotangent after cotangent: side by side the insides of a sublayer outgrow a CPU's caches."""
+    return branch(cotangent)[0]
+
+
+def _backward(linked, act, u, carry, start, stop, collect, apply=lambda branch, c: branch(c)[0]):
     def linearised(sublayer: Sublayer, params: Params, x: Stream) -> _Maps:
         b, branch = jax.vjp(lambda x: sublayer.branch(params, x), x)
         _, join = jax.vjp(lambda x, b: sublayer.join(params, x, b), x, b)
-        return _Maps(lambda c: branch(c)[0], join, jnp.zeros_like(b))
+        return _Maps(lambda c: apply(branch, c), join, jnp.zeros_like(b))
 
     return _sweep(linked, act, linearised, u, carry, start, stop, collect, reverse=True)
 
