@@ -179,8 +179,8 @@ def pull_terms(
     `stop`; its results are stacked over all of the chain's sublayers (those outside the range see the vector as it
     stands).
 
-    Under `jax.vmap` a sublayer is linearised once, and pulls one vector after the other. It has no reverse derivative of
-    its own (`pull` has).
+    Under `jax.vmap` a sublayer is linearised once, and pulls one vector after the other. This has no reverse derivative
+    of its own (`pull` has).
     """
 
     def act(maps: _Maps, terms: Terms) -> Terms:
