@@ -1,8 +1,9 @@
 """Decompositions of small matrices, each where it is called: never a batch of them, whatever maps over the caller.
 
 On a CPU jaxlib hands the matrices of one batched eigenvalue or singular value decomposition to the threads that run the
-program, and waits. Several side by side wait for each other: with jaxlib 0.10.2 on two cores 512 matrices of width 64
-took 3 to 10 times as long as one after the other, and in one program for ever.
+program, and waits. Several side by side wait for each other: with jaxlib 0.10.2 on two busy cores 512 matrices of width
+64 in eight batches took two to three times as long as one after the other, and one larger program was once seen to wait
+for ever.
 """
 
 from collections.abc import Callable
