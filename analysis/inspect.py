@@ -227,11 +227,12 @@ def _layer(
     sequences = []
     for s, real in enumerate(jnp.asarray(where)):
         streams[s], p, mask, scalars = _forward(config, block, streams[s], real)
-        sequences.append(jax.device_get({**_measure(p, mask, real), "scalars": scalars}))
+        try:
+            sequences.append(jax.device_get({**_measure(p, mask, real), "scalars": scalars}))
+        except ValueError as error:
+            raise ModelError(f"{place} gives attention rows that are no probabilities ({error})") from error
     figures = jax.tree.map(lambda *leaves: np.stack(leaves), *sequences)
-    left_out, scalars = figures.pop("left_out"), figures.pop("scalars")
-    if not np.array_equal(np.isnan(figures["rows"]["lower"]), left_out):
-        raise ModelError(f"{place} gives attention rows that are no probabilities")
+    scalars = figures.pop("scalars")
     rms = np.sqrt(np.average(scalars.pop("mean_square"), weights=where.sum(axis=-1)))
     return {**figures, "layers": {"residual_rms": rms, **{name: values.max() for name, values in scalars.items()}}}
 
@@ -260,16 +261,24 @@ def _forward(
     )
 
 
-@jax.jit
 def _measure(p: Float[Array, "h t t"], mask: Bool[Array, "1 t t"], where: Bool[Array, " t"]) -> Any:
-    """The `QUANTITIES` of a layer's rows, each head's sink, and which rows are left out."""
-    stats, sinks = sens.attention_stats(p, mask), sens.attention_sinks(p, where[None, :, None])
+    """The `QUANTITIES` of a layer's rows, and each head's sink; `ValueError` for rows that are no probabilities.
+
+    Not one program: a compiler that may read masked rows wherever it likes masks them again each time.
+    """
+    return _finish(sens.attention_stats(p, mask), p, mask, where)
+
+
+@jax.jit
+def _finish(
+    stats: sens.AttentionStats, p: Float[Array, "h t t"], mask: Bool[Array, "1 t t"], where: Bool[Array, " t"]
+) -> Any:
+    sinks = sens.attention_sinks(p, where[None, :, None])
     rows = {**stats._asdict(), "dominant": (stats.p_max > DOMINANT).astype(p.dtype), "sink": sinks.mass}
-    left_out = jnp.broadcast_to(~(where[None] & (jnp.sum(mask, axis=-1) > 1)), stats.lower.shape)
+    left_out = ~(where[None] & (jnp.sum(mask, axis=-1) > 1))
     return {
         "rows": {name: jnp.where(left_out, jnp.nan, rows[name]) for name in QUANTITIES},
         "sink": sinks.position.astype(jnp.int32),
-        "left_out": left_out,
     }
 
 

@@ -1,5 +1,6 @@
 """Statistics of attention rows from any framework: what telemetry and `sens inspect` record of every row."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -62,14 +63,29 @@ def attention_stats(p: Any, where: Any = None) -> AttentionStats:
     ['1.000', '0.360'] [0.5 0.9]
     """
     where = None if where is None else _taken(where, "where")
-    masked = checks.as_rows(_widened(_taken(p, "p"), where), where)
-    mask = checks.as_mask(where, masked.shape)
-    support = jnp.full(masked.shape[:-1], masked.shape[-1]) if mask is None else jnp.sum(mask, axis=-1)
-    lower, upper = theta_bracket(masked, where=mask)
+    rows = checks.as_rows(_widened(_taken(p, "p"), where), where)
+    stats = _measure(rows, _support(where, rows.shape))
+    checks.raise_on_invalid(stats.lower, p, where)
+    return stats
+
+
+def _support(where: Any, shape: tuple[int, ...]) -> Int[Array, "*rows"]:
+    """Size of each row's support, counted before the mask is broadcast over heads: many times less work."""
+    if where is None:
+        return jnp.full(shape[:-1], shape[-1])
+    own = jnp.broadcast_to(where, (*jnp.shape(where)[:-1], shape[-1]))
+    return jnp.broadcast_to(jnp.sum(own, axis=-1), shape[:-1])
+
+
+@jax.jit  # no masks inside: what they leave out is zero already, and each function would apply them again
+def _measure(rows: Float[Array, "*rows n"], support: Int[Array, "*rows"]) -> AttentionStats:
+    lower, upper = theta_bracket(rows)
+    of_all = math.log(max(rows.shape[-1], 2))
+    relative = of_all / jnp.log(jnp.maximum(support, 2).astype(rows.dtype))
     return AttentionStats(
-        entropy=jnp.where(support > 1, normalised_entropy(masked, where=mask), jnp.nan),
-        p_max=jnp.max(masked, axis=-1),
-        prefix=theta_prefix(masked, where=mask),
+        entropy=jnp.where(support > 1, normalised_entropy(rows) * relative, jnp.nan),
+        p_max=jnp.max(rows, axis=-1),
+        prefix=theta_prefix(rows),
         lower=lower,
         upper=upper,
         width=upper - lower,
