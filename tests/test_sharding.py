@@ -123,7 +123,7 @@ CASES = ["pre data=2,fsdp=4", "pre data=2,fsdp=2,tensor=2", "post data=2,fsdp=2,
 
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_are_those_of_one_device(measured, case):
-    """To rounding: float32 sums in another order. Measured: 1e-6, and 7e-7 of each gradient's largest entry."""
+    """To rounding: float32 sums in another order. Measured: at most 1e-6, and 5e-7 of each gradient's largest entry."""
     found, one = measured[case], measured[case.split()[0]]
     assert found["losses"][0] == pytest.approx(one["losses"][0], rel=5e-6)
     assert len(found["gradient_errors"]) == len(one["gradient_errors"]) > 10
