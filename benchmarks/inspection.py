@@ -8,8 +8,8 @@ beside this project:
 
 Two cores at a load of 8 to 10 by other work (wall times of a busy machine; peers' threads wait for each other there):
 an inspection 49 s, 14.3 s of a core, 0.93 GiB. The forward pass 1.3 s at least, transformers' 12.1 (eager) and 6.1 s
-(sdpa). The rows' figures of a layer 19 ms of a core, the block with its rows 24 ms (measured after figures were made one
-program of unmasked rows; the masked one took 41 ms). An idle machine has not been measured.
+(sdpa). By themselves, the rows' figures of a layer take 19 ms of a core, the block with its rows 24 ms. An idle machine
+has not been measured.
 
 (Not inspect.py: Python puts a script's own folder first, and every `import inspect` would find it.)
 """

@@ -65,7 +65,7 @@ def attention_stats(p: Any, where: Any = None) -> AttentionStats:
     where = None if where is None else _taken(where, "where")
     rows = checks.as_rows(_widened(_taken(p, "p"), where), where)
     stats = _measure(rows, _support(where, rows.shape))
-    checks.raise_on_invalid(stats.lower, p, where)
+    checks.raise_on_invalid(stats.lower, rows, where)
     return stats
 
 
