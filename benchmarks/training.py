@@ -9,21 +9,22 @@ the first update.
 PYTHON is an interpreter with torch, transformers and x-transformers; without it only ours is timed. (Not called
 train.py: a script's folder comes first among what it imports, and it would stand in the way of the package.)
 
-Found so far on 2 cores that were shared with much other work, where wall time says nothing (torch's two threads wait for
-each other: 25 s an update for GPT-2 eager) and the CPU time of two threads counts the waiting. So one thread each, CPU
-time of an update, in turn:
+Found so far on 2 cores that were shared with much other work, where wall time says nothing (torch's two threads wait
+for each other: 25 s an update for GPT-2 eager) and the CPU time of two threads counts the waiting. So one thread each,
+CPU time of an update, in turn:
 
 - `mini`, 5 rounds: sens pre-LN 156 ms, GPT-2 sdpa 251 ms: 1.61 times. Not in turn: GPT-2 sdpa 217, eager 239,
   x-transformers pre-LN 243 ms.
-- `twelve`, 3 rounds: sens pre-LN 1,351 ms, GPT-2 sdpa 1,822 ms: 1.35 times, short of the 1.5 that is wanted. Not in turn:
-  GPT-2 sdpa 1,860, eager 1,910, x-transformers pre-LN 1,860 ms.
-- Two threads on an idle machine, and x-transformers post-LN: not measured.
+- `twelve`, 3 rounds: sens pre-LN 1,351 ms, GPT-2 sdpa 1,822 ms: 1.35 times, short of the 1.5 that is wanted. Not in
+  turn: GPT-2 sdpa 1,860, eager 1,910, x-transformers pre-LN 1,860 ms.
+- Not measured: two threads on an idle machine, and x-transformers post-LN.
 
-Where the time goes (`mini`, one thread, 170 ms with 36 layers): products 62 at the core's measured peak, attention's
-own products 22, GELU 19, softmax 17, LayerNorms 7, optimizer 3. Of that, GELU through erf instead of erfc, and a softmax
-whose mask is not applied again in the backward pass, took 201 to 169 ms (`mini`) and 1,373 to 1,228 ms (`twelve`), old
-and new in turn. What did not help: keeping more than the stream between blocks (`remat` "none" 360 ms, "dots" 200, "full"
-157, for the scan copies what it keeps), other layouts of the heads, queries in chunks that skip the masked half.
+Where the time goes (`mini`, one thread, about 170 ms; each piece timed alone, then counted): products about 62 at the
+core's peak, attention's own 22, GELU 19, softmax 17, LayerNorms 7, the optimizer 3. GELU through erf instead of erfc,
+and a softmax whose mask is not applied again in the backward pass, took `mini` from 201 to 169 ms and `twelve` from
+1,373 to 1,228 ms, old and new in turn. Keeping more than the stream between blocks does not help (`mini`: `remat`
+"none" 360 ms, "dots" 200, "full" 157; a scan copies what it keeps). Heads before positions, and queries in two parts
+that skip masked keys, take 4 to 6 % off attention: not done.
 """
 
 import argparse
