@@ -4,8 +4,8 @@ Findings (2 cores shared with much other work, the calls of a run in turn, least
 wall clock):
 
 - a profile takes 1.5 to 1.6 core seconds. torch.func by the same algorithm takes 9.2 with its two threads (6.2 times
-  ours) and 2.9 with one (1.75 times). Its threads spin while they wait for cores that others hold, so the first figure is too
-  large; the second is the bare arithmetic, and short of the twice that we aim at.
+  ours) and 2.9 with one (1.75 times). Its threads spin while they wait for cores that others hold, so the first figure
+  is too large; the second is the bare arithmetic, and short of the twice that we aim at.
 - torch.func as one would first write it takes 272 core seconds, about 140 times ours (1.9 in that run, before a
   sublayer was linearised once for all probes). All agree to three digits at every depth.
 
