@@ -26,8 +26,8 @@ Brackets at rtol 1e-2:
 
 where the dense Jacobian of the last has 4 GiB. That one is 32768 pulls, 2 ms each, which no proof about an
 arbitrary map can spare: 71 rows are certified to rtol, the others dropped after their first certificate. The covariance
-bound as `row_upper` spares one of 256 here: on random blocks of that size it is 2.3 to 4.4 times the truth, and the largest
-row is only 1.8 times the median one.
+bound as `row_upper` spares one of 256 here: on random blocks of that size it is 2.3 to 4.4 times the truth, and the
+largest row is only 1.8 times the median one.
 """
 
 import functools

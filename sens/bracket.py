@@ -213,7 +213,8 @@ def _deep_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
 def _clustered_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
     """Rows of a few values shared by many entries, as saturated or untrained attention has them."""
     ordered = discrepancy.sort_descending(on_grid(p).T)
-    return _Bounds(*jax.vmap(discrepancy.clusters_bounds)(ordered.T, total), total)
+    lo, hi = jax.vmap(discrepancy.clusters_bounds)(ordered.T, total)
+    return _Bounds(lo, hi, total)
 
 
 def _head_bounds(head: Int[Array, "k C"], rest: Int[Array, "m C"], total: Int[Array, " C"], n: int) -> _Bounds:
