@@ -303,7 +303,7 @@ def test_a_save_that_the_system_refuses_leaves_the_checkpoint_before_it_whole(tm
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory) -> tuple[Path, RunConfig]:
-    """A run up to update 5 whose embedding of Z is NaN from then on; Z is read in updates 8, 12, 13 and 14 alone."""
+    """A run up to update 4 or 5 whose embedding of Z is NaN from then on; only updates 8, 12, 13 and 14 read Z."""
     root = tmp_path_factory.mktemp("poisoned")
     text = list("the cat sat on the mat. " * 220)[: 20 * 256]
     for update in (8, 12, 13, 14):
@@ -325,9 +325,10 @@ def poisoned(tmp_path_factory) -> tuple[Path, RunConfig]:
         state, position = restored
         rows = state["params"]["ends"]["tokens"]["embedding"]
         state["params"]["ends"]["tokens"]["embedding"] = rows.at[ord("Z")].set(np.float32(np.nan))
-        shutil.rmtree(root / "run" / "checkpoints" / "5")
+        newest = int(position["next_index"])
+        shutil.rmtree(root / "run" / "checkpoints" / str(newest))
     with checkpoint.open_checkpoints(root / "run" / "checkpoints", 20) as checkpointer:
-        checkpoint.save(checkpointer, state, 5, position)
+        checkpoint.save(checkpointer, state, newest, position)
     return root, config
 
 

@@ -163,7 +163,7 @@ def test_without_attention_or_versions(tmp_path):
 
 def test_probe_of_an_older_checkpoint_is_said(tmp_path):
     path = write_run(tmp_path / "run", updates=12, probe=True)
-    row = {"update": 13, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 1}
+    row = {"update": 13, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 1, "skipped": 0}
     records.append(path, "updates", [row])
     read = page(report.write_report(tmp_path, [records.read_run(path)]))
     assert "pre-LN, seed 42: probed at update 12, though it has reached 13." in read.text
