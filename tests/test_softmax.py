@@ -111,10 +111,10 @@ def test_norm_inf_to_one_derivative_and_nan(rng):
 def test_norms_are_ordered(u, tau):
     p, eigenvalue, yudin, one = norms(u, tau)
     theta = sens.theta_exact(np.asarray(p))
-    slack = 1 + 1e-12
-    assert eigenvalue <= yudin * slack + 1e-15
-    assert yudin <= one * slack
-    assert one <= theta / 2 * slack + 1e-15
+    slack, rounding = 1 + 1e-12, 1e-14  # the row misses a sum of one by some units in the last place
+    assert eigenvalue <= yudin * slack + rounding
+    assert yudin <= one * slack + rounding
+    assert one <= theta / 2 * slack + rounding
     assert theta <= 1
 
 
