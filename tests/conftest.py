@@ -10,6 +10,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
@@ -18,6 +19,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", ".jax_cache")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+# The same examples every time: what fails after a change failed because of it.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("fixed")
 
 
 @pytest.fixture(autouse=True, scope="module")
