@@ -6,10 +6,10 @@ beside this project:
 
     python benchmarks/inspection.py [turns]
 
-Two cores at a load of 8 to 10 by other work (wall times of a busy machine; peers' threads wait for each other there):
-an inspection 49 s, 14.3 s of a core, 0.93 GiB. The forward pass 1.3 s at least, transformers' 12.1 (eager) and 6.1 s
-(sdpa). By themselves, the rows' figures of a layer take 19 ms of a core, the block with its rows 24 ms. An idle machine
-has not been measured.
+Two idle cores, 5 turns: an inspection 7.7 s, 10.1 s of a core, 0.96 GiB. The forward pass 508 ms, transformers' 954
+(eager) and 915 (sdpa): 0.52 of the better one at its least. A block with its rows takes 14.2 ms, the rows' figures 18.3:
+more than the forward pass that makes them, which they should not. At this length the prefix certificate, a bisection
+that rereads its rows 27 times, costs more than the bracket (benchmarks/theta.py).
 
 (Not inspect.py: Python puts a script's own folder first, and every `import inspect` would find it.)
 """
