@@ -7,9 +7,9 @@ beside this project:
     python benchmarks/inspection.py [turns]
 
 Two idle cores, 5 turns: an inspection 7.7 s, 10.1 s of a core, 0.96 GiB. The forward pass 508 ms, transformers' 954
-(eager) and 915 (sdpa): 0.52 of the better one at its least. A block with its rows takes 14.2 ms, the rows' figures 18.3:
-more than the forward pass that makes them, which they should not. At this length the prefix certificate, a bisection
-that rereads its rows 27 times, costs more than the bracket (benchmarks/theta.py).
+(eager) and 915 (sdpa): 0.52 of the better one at its least. A block with its rows takes 14.2 ms, the
+rows' figures 18.3: more than the forward pass that makes them, which they should not. The prefix certificate, a
+bisection that rereads its rows 27 times, is the dearest of them (three times the bracket in benchmarks/theta.py).
 
 (Not inspect.py: Python puts a script's own folder first, and every `import inspect` would find it.)
 """
