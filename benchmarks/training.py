@@ -9,15 +9,16 @@ the first update.
 PYTHON is an interpreter with torch, transformers and x-transformers; without it only ours is timed. (Not called
 train.py: a script's folder comes first among what it imports, and it would stand in the way of the package.)
 
-Found so far on 2 cores that were shared with much other work, where wall time says nothing (torch's two threads wait
-for each other: 25 s an update for GPT-2 eager) and the CPU time of two threads counts the waiting. So one thread each,
-CPU time of an update, in turn:
+Two idle cores, two threads, 3 rounds of 3 updates, tokens a second by wall time (and CPU milliseconds an update):
 
-- `mini`, 5 rounds: sens pre-LN 156 ms, GPT-2 sdpa 251 ms: 1.61 times. Not in turn: GPT-2 sdpa 217, eager 239,
-  x-transformers pre-LN 243 ms.
-- `twelve`, 3 rounds: sens pre-LN 1,351 ms, GPT-2 sdpa 1,822 ms: 1.35 times, short of the 1.5 that is wanted. Not in
-  turn: GPT-2 sdpa 1,860, eager 1,910, x-transformers pre-LN 1,860 ms.
-- Not measured: two threads on an idle machine, and x-transformers post-LN.
+| | sens pre-LN | sens post-LN | GPT-2 eager | GPT-2 sdpa | x-transformers pre-LN | post-LN |
+| --- | --- | --- | --- | --- | --- | --- |
+| `mini` | 6,888 (241) | 6,537 (257) | 7,416 (274) | 6,748 (299) | 6,158 (329) | 6,047 (335) |
+| `twelve` | 2,642 (1,294) | 2,536 (1,354) | 2,339 (1,738) | 2,350 (1,725) | 2,309 (1,763) | 2,231 (1,813) |
+
+So 0.93 times the best peer at `mini` and 1.12 times at `twelve`, short of the 1.5 that is wanted: by CPU time 1.14 and
+1.33. XLA leaves the second core idle for much of an update: with one thread each, by CPU time, `mini` is 1.61 times
+GPT-2 sdpa (156 and 251 ms) and `twelve` 1.35 times (1,351 and 1,822 ms).
 
 Where the time goes (`mini`, one thread, about 170 ms; each piece timed alone, then counted): products about 62 at the
 core's peak, attention's own 22, GELU 19, softmax 17, LayerNorms 7, the optimizer 3. GELU through erf instead of erfc,
