@@ -120,8 +120,10 @@ def block_operator_norm(
     for name, value in (("restarts", restarts), ("steps", steps), ("rounds", rounds), ("batch", batch)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if np.ndim(x) != 2:  # before the map is called, which may have its own words for it
+        raise ValueError(f"x of shape (L, d) is wanted, got {np.shape(x)}")
     df = linearise(f, x)
-    if df.value.ndim != 2 or np.ndim(x) != 2:
+    if df.value.ndim != 2:
         raise ValueError(f"a map from (L, d) to (m, e) is wanted, got {np.shape(x)} to {df.value.shape}")
     (L, d), (m, e) = np.shape(x), df.value.shape
     if 0 in (L, d, m, e):

@@ -292,7 +292,7 @@ def test_an_infinite_slope_gives_nan():
 @pytest.mark.parametrize(
     ("f", "x", "options", "message"),
     [
-        (jnp.tanh, np.ones(3), {}, r"a map from \(L, d\) to \(m, e\) is wanted, got \(3,\)"),
+        (jnp.tanh, np.ones(3), {}, r"x of shape \(L, d\) is wanted, got \(3,\)"),
         (jnp.sum, np.ones((2, 2)), {}, r"got \(2, 2\) to \(\)"),
         (jnp.tanh, np.full((2, 2), np.inf), {}, "x is not finite"),
         (jnp.log, np.zeros((2, 2)), {}, r"f\(x\) is not finite"),
