@@ -108,7 +108,7 @@ def speed() -> None:
         }
         if torch:
             calls["torch prefix"] = lambda p=p: torch(p)
-        times = interleaved(calls, rounds=7)
+        times = interleaved(calls, rounds=15)
         lower, upper = bracket(q)
         listed = ", ".join(f"{key} {value:.1f}" for key, value in times.items())
         closed = float(jnp.mean(upper - lower <= 1e-6))

@@ -32,10 +32,10 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from sens import checks, discrepancy
+from sens import checks, discrepancy, rowwise
 
 _TINY = 1e-20  # grid units: far more than any n denormal entries come to
-_BLOCK = 2**18  # entries worked on at a time: what stays in a core's cache
+_BLOCK = 2**14  # entries worked on at a time: they stay in the cache, and XLA splits no loop over them between threads
 
 
 class Bracket(NamedTuple):
@@ -94,8 +94,8 @@ def _bracket_rows(p: Float[Array, "R n"], tol: Float[Array, " R"]) -> tuple[Floa
         return jnp.zeros(0, p.dtype), jnp.zeros(0, p.dtype)
     rows = _first_pass(p)
     for step, chunk in (
-        (_mixed_pass, _BLOCK // (4 * n)),
-        (_sorted_pass, _BLOCK // (32 * n)),
+        (_mixed_pass, _BLOCK // n),
+        (_sorted_pass, _BLOCK // (16 * n)),
         (_deep_pass, 2),
         (_clustered_pass, 2),
     ):
@@ -130,7 +130,7 @@ def on_grid(p: Float[Array, "*rows n"]) -> Int[Array, "*rows n"]:
 
 def _first_pass(p: Float[Array, "R n"]) -> _Rows:
     """Lanes folded, sorted and folded; the largest entry against the rest (exact where it is half the mass or more)."""
-    total, left, bounds = _by_blocks(functools.partial(_join, n=p.shape[-1]), 256, _lanes(p))
+    total, left, bounds = rowwise.by_blocks(functools.partial(_join, n=p.shape[-1]), 64, _lanes(p))
     return _Rows(checks.row_is_valid(p), total, left, bounds)
 
 
@@ -149,7 +149,7 @@ def _lanes(p: Float[Array, "R n"]) -> tuple:
     computes a lane again for each reader (and compiles for seconds). Short rows all at once: the block's slice would be
     fused into every one of their few steps, which makes them ten times slower."""
     R, n = p.shape
-    return _deal(p) if n <= 256 else _by_blocks(_deal, max(1, min(_BLOCK // n, -(-R // 2))), p)
+    return _deal(p) if n <= 256 else rowwise.by_blocks(_deal, max(1, min(_BLOCK // n, -(-R // 2))), p)
 
 
 def _deal(p: Float[Array, "R n"]) -> tuple:
@@ -158,28 +158,10 @@ def _deal(p: Float[Array, "R n"]) -> tuple:
     Short rows keep more of each lane: dealt to many lanes they would be sorted whole, with few folds to choose from.
     """
     count, keep = (16, 2) if p.shape[-1] <= 128 else (32, 1)
-    left = p * _units(p.dtype) - on_grid(p).astype(p.dtype)
+    units = p * _units(p.dtype)
     zero = jnp.zeros((p.shape[0], count), p.dtype)
     lanes = discrepancy.lanes(on_grid(p), count, keep)
-    return (*lanes, discrepancy.along_lanes(jnp.add, left, count, zero))
-
-
-def _by_blocks(f, size: int, x):
-    """f(x) for an f that works row by row, `size` rows at a time, so that nothing as large as x is made on the way.
-
-    The last block overlaps the one before where the rows do not divide: no second copy of f to compile.
-    """
-    R = jax.tree.leaves(x)[0].shape[0]
-    if size >= R:
-        return f(x)
-
-    def body(i, out):
-        start = jnp.minimum(i * size, R - size)
-        part = f(jax.tree.map(lambda whole: lax.dynamic_slice_in_dim(whole, start, size), x))
-        return jax.tree.map(lambda whole, new: lax.dynamic_update_slice_in_dim(whole, new, start, 0), out, part)
-
-    shapes = jax.eval_shape(f, x)
-    return lax.fori_loop(0, -(-R // size), body, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
+    return (*lanes, discrepancy.along_lanes(jnp.add, units - jnp.floor(units), count, zero))
 
 
 def _mixed_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
@@ -237,20 +219,24 @@ def _refine(p: Float[Array, "R n"], rows: _Rows, tol: Float[Array, " R"], step, 
     lower, upper = _ends(rows, n)
     is_open = rows.valid & (upper - lower > tol)
     count = jnp.sum(is_open)
-    place = jnp.where(is_open, jnp.cumsum(is_open) - 1, R + chunk)  # among the open rows
-    order = jnp.full(R + chunk, R).at[place].set(jnp.arange(R), mode="drop")
 
-    def body(state):
-        start, bounds = state
-        at = lax.dynamic_slice_in_dim(order, start, chunk)
-        lo, hi, opposite = step(p.at[at].get(mode="clip"), rows.total.at[at].get(mode="clip"))
-        return start + chunk, _Bounds(
-            bounds.lo.at[at].max(lo, mode="drop"),
-            bounds.hi.at[at].min(hi, mode="drop"),
-            bounds.opposite.at[at].min(opposite, mode="drop"),
-        )
+    def refined():
+        place = jnp.where(is_open, jnp.cumsum(is_open) - 1, R + chunk)  # among the open rows
+        order = jnp.full(R + chunk, R).at[place].set(jnp.arange(R), mode="drop")
 
-    bounds = lax.while_loop(lambda state: state[0] < count, body, (jnp.zeros_like(count), rows.bounds))[1]
+        def body(state):
+            start, bounds = state
+            at = lax.dynamic_slice_in_dim(order, start, chunk)
+            lo, hi, opposite = step(p.at[at].get(mode="clip"), rows.total.at[at].get(mode="clip"))
+            return start + chunk, _Bounds(
+                bounds.lo.at[at].max(lo, mode="drop"),
+                bounds.hi.at[at].min(hi, mode="drop"),
+                bounds.opposite.at[at].min(opposite, mode="drop"),
+            )
+
+        return lax.while_loop(lambda state: state[0] < count, body, (jnp.zeros_like(count), rows.bounds))[1]
+
+    bounds = lax.cond(count > 0, refined, lambda: rows.bounds)
     return rows._replace(bounds=bounds)
 
 

@@ -94,11 +94,18 @@ def lanes(
 
 def along_lanes(step, x: Shaped[Array, "C n"], count: int, state):
     """state ← step(state, the next `count` entries of every row), zeros filling up the last ones."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % count)))
-    depth = x.shape[1] // count
-    if depth <= UNROLLED:
-        return functools.reduce(lambda s, i: step(s, x[:, i * count : (i + 1) * count]), range(depth), state)
-    return lax.fori_loop(0, depth, lambda i, s: step(s, lax.dynamic_slice_in_dim(x, i * count, count, axis=1)), state)
+    depth = -(-x.shape[1] // count)
+    step_depth = depth if depth <= UNROLLED else 16
+    width = step_depth * count
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % width)))
+
+    def unrolled(state, x):
+        return functools.reduce(lambda s, i: step(s, x[:, i * count : (i + 1) * count]), range(step_depth), state)
+
+    if x.shape[1] == width:
+        return unrolled(state, x)
+    blocks = x.shape[1] // width
+    return lax.fori_loop(0, blocks, lambda i, s: unrolled(s, lax.dynamic_slice_in_dim(x, i * width, width, 1)), state)
 
 
 def cardinality_lower(q: Int[Array, "n C"], total: Int[Array, " C"]) -> Int[Array, " C"]:

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from sens import checks, partition
 from sens.bracket import Bracket
+from sens.prefix import prefix_mass
 
 
 def theta_uniform(k: int) -> float:
@@ -55,8 +55,7 @@ def theta_prefix(
 ) -> Float[Array, "*rows"]:
     """The paper's prefix certificate, a lower bound: 4 c (1 - c) for the sorted prefix sum c nearest to 1/2.
 
-    No sort: the smallest entry of the prefix that crosses 1/2 is found by bisection on the bits of a float (which are
-    ordered as the floats are), then the entries equal to it are counted in.
+    No sort: see `sens.prefix`.
 
     Derivative: that of 4 c (1 - c) with the prefix held fixed (equal entries at its edge share alike), a subgradient.
     An invalid row is a `ValueError`, inside jit NaN.
@@ -66,48 +65,13 @@ def theta_prefix(
     1.0
     """
     rows = checks.as_rows(p, where)
-    share = prefix_share(lax.stop_gradient(rows))
-    c = jnp.sum(share * rows, axis=-1) / jnp.sum(rows, axis=-1)
+    c = _prefix_mass(rows.reshape(-1, rows.shape[-1])).reshape(rows.shape[:-1])
     result = jnp.where(checks.row_is_valid(rows), 4 * c * (1 - c), math.nan)
     checks.raise_on_invalid(result, p, where)
     return result
 
 
-@jax.jit  # called eagerly, the loops inside would be compiled again at every call
-def prefix_share(p: Float[Array, "*rows n"]) -> Float[Array, "*rows n"]:
-    """The share of each entry in the prefix nearest to half the mass: 1, 0, or a fraction for ties at its edge."""
-    n = p.shape[-1]
-    block = max(1, 2**15 // n)  # rows: the bisection rereads them 27 times, and on a CPU they stay in the cache
-    share = lax.platform_dependent(
-        p.reshape(-1, n),
-        cpu=lambda rows: lax.map(_prefix_share, rows, batch_size=block),
-        default=jax.vmap(_prefix_share),
-    )
-    return share.reshape(p.shape)
-
-
-def _prefix_share(p: Float[Array, " n"]) -> Float[Array, " n"]:
-    integer = jnp.int32 if p.dtype == jnp.float32 else jnp.int64
-    bits = lax.bitcast_convert_type(p, integer)
-    half = jnp.sum(p) / 2
-    # Entries below 1/(2n) of the mass hold less than half of it, so the edge lies in [1/(2n), 1], with some slack.
-    ends = np.array([0.49 / p.shape[-1], 1 + 2 * checks.SUM_TOLERANCE], p.dtype).view(integer)
-
-    def halve(_, interval):
-        low, high = interval  # the mass of entries ≥ low is at least half, that of entries ≥ high is not
-        middle = low + (high - low) // 2
-        enough = jnp.sum(jnp.where(bits >= middle, p, 0)) >= half
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
-
-    steps = int(ends[1] - ends[0]).bit_length()
-    edge, _ = lax.fori_loop(0, steps, halve, (jnp.asarray(ends[0]), jnp.asarray(ends[1])))
-    above, tied = bits > edge, bits == edge
-    mass = jnp.sum(jnp.where(above, p, 0))
-    count = jnp.sum(tied).astype(p.dtype)
-    taken = jnp.round((half - mass) / lax.bitcast_convert_type(edge, p.dtype))
-    at_least = jnp.where(jnp.any(above), 0, 1).astype(p.dtype)  # the paper's prefixes have at least one entry
-    fraction = jnp.minimum(jnp.maximum(taken, at_least), count) / jnp.maximum(count, 1)
-    return jnp.where(above, jnp.ones_like(p), jnp.where(tied, fraction, 0))
+_prefix_mass = jax.jit(prefix_mass)  # called eagerly, the loops inside would be compiled again at every call
 
 
 def theta_exact(p: npt.ArrayLike, where: npt.ArrayLike | None = None) -> Float[np.ndarray, "*rows"]:
