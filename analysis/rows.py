@@ -9,7 +9,7 @@ import dataclasses
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -58,7 +58,7 @@ def thetas_of_file(
     where: Path | None = None,
     tol: float = 1e-6,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
-) -> Iterator[RowThetas]:
+) -> Generator[RowThetas]:
     """The bracket and its companions for every array in a file, one array after the other.
 
     Args:

@@ -1,10 +1,14 @@
 """The `sens` command: parses, delegates, and turns a user's mistake into one line and exit status 2."""
 
+import contextlib
 import importlib.util
 import logging
+import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,7 +39,9 @@ COMMANDS = {  # each a function of that name in that module of `sens.commands`
     "report": "runs",
 }
 
-EXIT_USAGE, EXIT_FAILED, EXIT_CONTINUE = 2, 1, 75  # 75 is EX_TEMPFAIL: saved, run the same command again
+CONTINUING = ("reproduce", "train")  # these keep what they did when they are stopped; the others write at their end
+
+EXIT_USAGE, EXIT_FAILED, EXIT_STOPPED, EXIT_CONTINUE = 2, 1, 130, 75  # 75 is EX_TEMPFAIL: saved, run it again
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,23 +56,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shadow = _shadowed()
     if shadow:
         return _complain(shadow)
-    try:
-        module = importlib.import_module(f"sens.commands.{COMMANDS[name]}")
-        return _run(getattr(module, name), rest)
-    except KeyboardInterrupt:
-        print("sens: stopped; the same command continues", file=sys.stderr)
-        return 130
+    module = importlib.import_module(f"sens.commands.{COMMANDS[name]}")
+    return _run(getattr(module, name), rest)
 
 
 def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
-    from analysis.records import RecordError
-    from analysis.rows import RowsError
-    from models.pretrained import ModelError
-    from train.checkpoint import CheckpointError
-    from train.loop import Interrupted, RunWarning, TrainingError
-    from train.processes import ProcessError
-    from train.sharding import MeshError
-    from train.text import DataError
+    with _undisturbed():
+        from analysis.records import RecordError
+        from analysis.rows import RowsError
+        from models.pretrained import ModelError
+        from train.checkpoint import CheckpointError
+        from train.loop import Interrupted, RunWarning, TrainingError
+        from train.processes import ProcessError
+        from train.sharding import MeshError
+        from train.text import DataError
 
     # Orbax logs what it then raises, with pages of traceback.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -86,7 +89,7 @@ def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> 
         return EXIT_FAILED
     except Interrupted as stop:
         print(f"sens: {stop}", file=sys.stderr)
-        return 130 if stop.signum == 2 else EXIT_CONTINUE
+        return EXIT_STOPPED if stop.signum == signal.SIGINT else EXIT_CONTINUE
     return 0
 
 
@@ -114,9 +117,51 @@ def _shadowed() -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C waits until the end: an extension module whose import is broken off can crash the interpreter."""
+    came = []
+    main_thread = threading.current_thread() is threading.main_thread()
+    if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt
+
+
+def _raise_lost_interrupt(lost: "sys.UnraisableHookArgs") -> None:
+    """Ctrl-C that came inside a callback of the garbage collector is dropped by Python: it comes again, a bit later."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+    else:
+        sys.__unraisablehook__(lost)
+
+
+def _leave_stopped(arguments: Sequence[str]) -> NoReturn:
+    """End at once: a thread of XLA that still compiles a program would crash as the interpreter is taken down."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    continuing = arguments and arguments[0] in CONTINUING
+    then = "continues" if continuing else "starts from the beginning"
+    print(f"sens: stopped; the same command {then}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, AttributeError):  # closed, or not there
+            stream.flush()
+    os._exit(EXIT_STOPPED)
+
+
 def run_and_exit() -> NoReturn:
     """Entry point of the console command."""
-    status = main()
+    sys.unraisablehook = _raise_lost_interrupt
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        _leave_stopped(sys.argv[1:])
     processes = sys.modules.get("train.processes")  # there if a command that trains was run
     if processes is not None and processes.several() and status not in (0, EXIT_CONTINUE):
         processes.leave(status)

@@ -1,8 +1,11 @@
 """Commands on attention rows: verify, theta, inspect."""
 
+import contextlib
 import dataclasses
 import math
+import os
 import shlex
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -63,15 +66,39 @@ def theta(arguments: Sequence[str]) -> None:
 
     if not options.tol > 0:
         raise UsageError(f"tol must be positive, got {options.tol}")
+    if options.out is not None:
+        _check_out(options.out, (options.file, options.where))
     with progress.counting(str(options.file)) as done:
         found = rows.thetas_of_file(
             options.file, options.where, options.tol, lambda _name, finished, total: done(finished, total)
         )
-        summaries = [rows.summary(array) for array in found]
+        with contextlib.closing(found):  # what it unpacked is removed however this ends
+            summaries = [rows.summary(array) for array in found]
     rich.console.Console().print(tables.to_rich(theta_table(summaries)))
     if options.out is not None:
-        pl.concat(summaries).write_parquet(options.out)
+        temporary = options.out.with_name(options.out.name + ".tmp")
+        pl.concat(summaries).write_parquet(temporary)
+        temporary.replace(options.out)
         print(f"wrote {options.out}")
+
+
+def _check_out(out: Path, inputs: Sequence[Path | None]) -> None:
+    """Refuse, before any work, a place where the statistics cannot be written or would replace what is read."""
+    if out.suffix != ".parquet" or out.is_dir():
+        what = "is a directory" if out.is_dir() else "is no parquet file's name"
+        raise UsageError(f"--out {out}: {what}; a file name ending in .parquet is wanted")
+    for path in inputs:
+        if path is not None and out.exists() and path.exists() and out.samefile(path):
+            raise UsageError(f"--out {out}: that is the input {path}; another file is wanted")
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out}: no directory {out.parent}; one that exists is wanted")
+    try:
+        with tempfile.TemporaryFile(dir=out.parent):  # asks the file system itself: modes alone do not tell
+            pass
+        if out.exists() and not os.access(out, os.W_OK):
+            raise PermissionError(None, "the file is read-only")
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot be written ({error.strerror}); another place is wanted") from error
 
 
 def inspect(arguments: Sequence[str]) -> None:
