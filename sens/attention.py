@@ -84,7 +84,7 @@ def _measure(rows: Float[Array, "*rows n"], support: Int[Array, "*rows"]) -> Att
     relative = of_all / jnp.log(jnp.maximum(support, 2).astype(rows.dtype))
     return AttentionStats(
         entropy=jnp.where(support > 1, normalised_entropy(rows) * relative, jnp.nan),
-        p_max=jnp.max(rows, axis=-1),
+        p_max=jnp.where(jnp.isnan(lower), jnp.nan, jnp.max(rows, axis=-1)),
         prefix=theta_prefix(rows),
         lower=lower,
         upper=upper,

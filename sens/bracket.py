@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
@@ -79,6 +80,8 @@ def theta_bracket(
     >>> print(f"{lower:.5f} {upper:.5f}")
     1.00000 1.00000
     """
+    if not checks.is_traced(tol) and not (np.ndim(tol) == 0 and tol >= 0):
+        raise ValueError(f"tol = {tol}: a number, at least zero, is wanted")
     rows = lax.stop_gradient(checks.as_rows(p, where))
     flat = rows.reshape(-1, rows.shape[-1])
     tols = jnp.broadcast_to(jnp.asarray(tol, rows.dtype), flat.shape[:1])

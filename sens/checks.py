@@ -27,6 +27,10 @@ def as_float(x: ArrayLike, name: str) -> Float[Array, "..."]:
     dtype = np.asarray(x).dtype if not hasattr(x, "dtype") else x.dtype  # pyright: ignore[reportAttributeAccessIssue]
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name} has dtype {dtype}; a floating dtype is wanted")
+    if isinstance(x, np.ndarray) and not dtype.isnative:
+        x, dtype = x.astype(dtype.newbyteorder("=")), dtype.newbyteorder("=")
+    if dtype.itemsize > 8:
+        raise TypeError(f"{name} has dtype {dtype}; float64 is the widest that jax has: convert it")
     array = jnp.asarray(x)
     if hasattr(x, "dtype") and array.dtype != dtype:
         raise TypeError(

@@ -1,7 +1,7 @@
 """The tempered softmax, its Jacobian and the norms of that Jacobian (theory: "Exact softmax sensitivity").
 
 With p = softmax(u / tau) the Jacobian is J = (Diag(p) - p pᵀ) / tau. Its inf→1 norm is theta(p) / tau (`sens.theta`);
-the other norms here are per row and, multiplied by tau, ordered as
+the other norms here are those of a row divided by its sum and, multiplied by tau, ordered as
 
     lambda_max(J) ≤ g_1(p) ≤ 2 max p(1-p) = ‖J‖_{1→1} = ‖J‖_{inf→inf} ≤ theta/2 ≤ 1/2.
 """
@@ -118,12 +118,15 @@ def norm_one_to_one(
 ) -> Float[Array, "*rows"]:
     """2 max_i p_i (1 - p_i): the 1→1 and the inf→inf norm of Diag(p) - p pᵀ (divide by tau for J).
 
+    Like the other norms of a row, that of the row divided by its sum.
+
     >>> import jax.numpy as jnp
     >>> print(norm_one_to_one(jnp.array([0.5, 0.25, 0.25])))
     0.5
     """
     rows = checks.as_rows(p, where)
-    return _row_result(2 * jnp.max(rows * (1 - rows), axis=-1), rows, p, where)
+    first, _, rest = _by_size(_normalised(rows))
+    return _row_result(2 * first * rest, rows, p, where)  # the largest entry is always the one: p(1-p) ≤ first * rest
 
 
 def g_1(p: Float[ArrayLike, "*rows n"], where: Bool[ArrayLike, "*rows n"] | None = None) -> Float[Array, "*rows"]:
@@ -134,8 +137,8 @@ def g_1(p: Float[ArrayLike, "*rows n"], where: Bool[ArrayLike, "*rows n"] | None
     0.375
     """
     rows = checks.as_rows(p, where)
-    first, second = _two_largest(rows)
-    return _row_result(first * (1 - first + second), rows, p, where)
+    first, second, rest = _by_size(_normalised(rows))
+    return _row_result(first * (rest + second), rows, p, where)
 
 
 def lambda_max(
@@ -144,45 +147,72 @@ def lambda_max(
     """The largest eigenvalue of Diag(p) - p pᵀ, its spectral norm (divide by tau for J).
 
     It is the root of sum_i p_i / (lambda - p_i) = 0 in [p_(2), p_(1)], found by bisection; its eigenvector is
-    v_i = p_i / (lambda - p_i), and vᵀ(Diag(p) - p pᵀ)v with v held fixed gives the value and its derivative.
+    v_i = p_i / (lambda - p_i), and the variance of v under p, with v held fixed, gives the value and its derivative.
+    Accurate relative to itself, for nearly tied and nearly one-hot rows too.
 
     >>> import jax.numpy as jnp
     >>> print(f"{lambda_max(jnp.array([0.5, 0.5])):.6f}")
     0.500000
     """
     rows = checks.as_rows(p, where)
-    v = _top_eigenvector(lax.stop_gradient(rows))
-    return _row_result(jnp.sum(rows * v * v, axis=-1) - jnp.sum(rows * v, axis=-1) ** 2, rows, p, where)
+    q = _normalised(rows)
+    v = _top_eigenvector(lax.stop_gradient(q))
+    mean = jnp.sum(q * v, axis=-1, keepdims=True)
+    return _row_result(jnp.sum(q * jnp.square(v - mean), axis=-1), rows, p, where)
 
 
 @jax.jit  # called eagerly, the loop inside would be compiled again at every call
 def _top_eigenvector(p: Float[Array, "*rows n"]) -> Float[Array, "*rows n"]:
-    first, second = (x[..., None] for x in _two_largest(p))
+    """Unit v with v_i = p_i / (lambda - p_i).
+
+    The unknown is s = lambda - p_(2), so that no lambda - p_i = (p_(2) - p_i) + s, nor p_(1) - lambda =
+    (p_(1) - p_(2)) - s, is a difference of rounded numbers; it is bisected on the bits of a float, which keeps its
+    relative accuracy however small it is.
+    """
+    integer = jnp.int32 if p.dtype == jnp.float32 else jnp.int64
+    is_top = _is_largest(p)
+    first, second, _ = (x[..., None] for x in _by_size(p))
+    # Compiled code may compute an entry twice, and not to the same last bit: no difference is let below zero.
+    gap, below = jnp.maximum(first - second, 0), jnp.maximum(second - p, 0)
+    tied = gap == 0
+
+    def direction(s: Float[Array, "*rows 1"]) -> Float[Array, "*rows n"]:
+        return jnp.where(is_top, -first / (gap - s), p / (below + s))
 
     def halve(_, interval):
         low, high = interval
-        middle = (low + high) / 2
-        # The sum is finite for a middle strictly between the two largest; elsewhere the interval is done.
-        inside = (middle > second) & (middle < first)
-        slope = jnp.sum(p / jnp.where(middle == p, 1, middle - p), axis=-1, keepdims=True)
-        return jnp.where(inside & (slope > 0), middle, low), jnp.where(inside & (slope <= 0), middle, high)
+        middle = low + (high - low) // 2
+        too_small = jnp.sum(direction(lax.bitcast_convert_type(middle, p.dtype)), axis=-1, keepdims=True) > 0
+        return jnp.where(too_small, middle, low), jnp.where(too_small, high, middle)
 
-    low, high = lax.fori_loop(0, jnp.finfo(p.dtype).nmant + 2, halve, (second, first))
-    root = (low + high) / 2
-    inside = (root > second) & (root < first)
-    # Two equal largest entries (to rounding): the eigenvector is their difference.
-    place = jnp.arange(p.shape[-1]).reshape((1,) * (p.ndim - 1) + (-1,))
-    top = jnp.argmax(p, axis=-1, keepdims=True)
-    other = jnp.argmax(jnp.where(place == top, -1, p), axis=-1, keepdims=True)
-    pair = jnp.where(place == top, 1, jnp.where(place == other, -1, 0)).astype(p.dtype)
-    v = jnp.where(inside, p / jnp.where(root == p, 1, root - p), pair)
+    least = lax.bitcast_convert_type(jnp.full_like(gap, jnp.finfo(p.dtype).tiny), integer)
+    most = jnp.maximum(least, lax.bitcast_convert_type(gap, integer))
+    low, _ = lax.fori_loop(0, jnp.finfo(p.dtype).bits, halve, (least, most))
+    # Two equal largest entries: the eigenvector is their difference.
+    is_other = _is_largest(jnp.where(is_top, -1, p))
+    pair = jnp.where(is_top, 1, jnp.where(is_other, -1, 0)).astype(p.dtype)
+    v = jnp.where(tied, pair, direction(lax.bitcast_convert_type(low, p.dtype)))
     v = v / jnp.max(jnp.abs(v), axis=-1, keepdims=True)
     return v / jnp.sqrt(jnp.sum(v * v, axis=-1, keepdims=True))
 
 
-def _two_largest(p: Float[Array, "*rows n"]) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
-    largest = lax.top_k(jnp.pad(p, [(0, 0)] * (p.ndim - 1) + [(0, 1)]), 2)[0]
-    return largest[..., 0], largest[..., 1]
+def _normalised(rows: Float[Array, "*rows n"]) -> Float[Array, "*rows n"]:
+    """Each row divided by its sum; one without a sum as it is (it is no row of probabilities, and gives NaN)."""
+    total = jnp.sum(rows, axis=-1, keepdims=True)
+    return rows / jnp.where(total > 0, total, 1)
+
+
+def _is_largest(p: Float[Array, "*rows n"]) -> Bool[Array, "*rows n"]:
+    """True at the largest entry of each row, the first of equals."""
+    place = jnp.arange(p.shape[-1]).reshape((1,) * (p.ndim - 1) + (-1,))
+    return place == jnp.argmax(p, axis=-1, keepdims=True)
+
+
+def _by_size(p: Float[Array, "*rows n"]) -> tuple[Float[Array, "*rows"], ...]:
+    """The two largest entries, and the sum of all but the largest: 1 - p_(1), without the cancellation."""
+    is_top = _is_largest(p)
+    others = jnp.where(is_top, 0, p)
+    return jnp.sum(p, axis=-1, where=is_top), jnp.max(others, axis=-1), jnp.sum(others, axis=-1)
 
 
 def _row_result(
@@ -197,7 +227,7 @@ def _row_result(
 def normalised_entropy(
     p: Float[ArrayLike, "*rows n"], where: Bool[ArrayLike, "*rows n"] | None = None
 ) -> Float[Array, "*rows"]:
-    """H_norm(p) = -sum p log p / log |support|, in [0, 1]; the support is `where`, or the whole axis.
+    """H_norm(p) = -sum p log p / log |support| of the row divided by its sum; the support is `where`, or the whole row.
 
     A row of support 1 has no normalised entropy: it gives 0, and statistics should leave it out. An entry of zero
     contributes zero, with derivative zero (the one-sided derivative there is infinite).
@@ -211,5 +241,7 @@ def normalised_entropy(
     size = jnp.full(rows.shape[:-1], rows.shape[-1]) if mask is None else jnp.sum(mask, axis=-1)
     surprise = -jnp.log(jnp.where(rows > 0, rows, 1))
     scale = jnp.log(jnp.maximum(size, 2).astype(rows.dtype))
-    entropy = jnp.sum(rows * surprise, axis=-1) / scale
+    total = jnp.sum(rows, axis=-1)
+    total = jnp.where(total > 0, total, 1)
+    entropy = (jnp.sum(rows * surprise, axis=-1) / total + jnp.log(total)) / scale
     return _row_result(jnp.where(size > 1, entropy, 0), rows, p, where)

@@ -4,6 +4,7 @@ Everything here means theta of the row divided by its sum. The two-sided certifi
 """
 
 import math
+import numbers
 import time
 
 import jax
@@ -24,8 +25,8 @@ def theta_uniform(k: int) -> float:
     >>> theta_uniform(2), theta_uniform(3)
     (1.0, 0.8888888888888888)
     """
-    if k < 1:
-        raise ValueError(f"k = {k}: at least one atom is wanted")
+    if not isinstance(k, numbers.Integral) or k < 1:
+        raise ValueError(f"k = {k}: a whole number of atoms, at least one, is wanted")
     return 1 - (k % 2) / k**2
 
 
@@ -43,17 +44,19 @@ def theta_bounds_from_p_max(p_max: Float[ArrayLike, "*rows"]) -> tuple[Float[Arr
     [0.75 1.   0.96] [0.75 1.   1.  ]
     """
     p_max = checks.as_float(p_max, "p_max")
+    valid = (p_max > 0) & (p_max <= 1)
+    if not checks.is_traced(valid) and not valid.all():
+        raise ValueError(f"p_max = {p_max[~valid].ravel()[0]}: a largest probability, above 0 and at most 1, is wanted")
     dominant = 4 * p_max * (1 - p_max)
     lower = jnp.where(p_max >= 0.5, dominant, jnp.maximum(1 - p_max**2, 8 / 9))
     upper = jnp.where(p_max >= 0.5, dominant, 1)
-    valid = (p_max > 0) & (p_max <= 1)
     return jnp.where(valid, lower, math.nan), jnp.where(valid, upper, math.nan)
 
 
 def theta_prefix(
     p: Float[ArrayLike, "*rows n"], where: Bool[ArrayLike, "*rows n"] | None = None
 ) -> Float[Array, "*rows"]:
-    """The paper's prefix certificate, a lower bound: 4 c (1 - c) for the sorted prefix sum c nearest to 1/2.
+    """The paper's prefix certificate, a lower bound (to rounding): 4 c (1 - c), c the sorted prefix sum nearest to 1/2.
 
     No sort: see `sens.prefix`.
 
@@ -126,9 +129,11 @@ def theta_within(p: npt.ArrayLike, seconds: float, where: npt.ArrayLike | None =
 
 def _host_rows(p: npt.ArrayLike, where: npt.ArrayLike | None) -> tuple[tuple[int, ...], np.ndarray]:
     """The leading shape, and for each row its positive entries in float64; an error for what is not probabilities."""
-    p = np.asarray(p)
-    if not np.issubdtype(p.dtype, np.floating):
-        raise TypeError(f"p has dtype {p.dtype}; a floating dtype is wanted")
+    p = np.asanyarray(p)
+    if isinstance(p, np.ma.MaskedArray):
+        raise TypeError("p is a masked array; its data is wanted, and `where` for the mask: True in the support")
+    if p.dtype.kind != "f":
+        raise TypeError(f"p has dtype {p.dtype}; a floating dtype of NumPy is wanted")
     if p.ndim == 0 or p.shape[-1] == 0:
         raise ValueError(f"p has shape {p.shape}; at least one entry along the last axis is wanted")
     mask = np.asarray(checks.as_mask(np.asarray(True if where is None else where), p.shape))

@@ -287,6 +287,13 @@ def test_wrong_arguments():
         theta_bracket(p, np.ones(3, bool))
     with pytest.raises(TypeError, match="dtype int"):
         theta_bracket(np.array([0, 1]))
+    with pytest.raises(TypeError, match="float64 is the widest"):
+        theta_bracket(np.full(2, 0.5, np.longdouble))
+    for tol in (-1.0, np.nan, np.zeros(2)):
+        with pytest.raises(ValueError, match="tol = "):
+            theta_bracket(np.full(2, 0.5, np.float32), tol=tol)
+    swapped = np.array([0.75, 0.25], np.float32)
+    np.testing.assert_array_equal(theta_bracket(swapped.astype(">f4")), theta_bracket(swapped))
     with pytest.raises(TypeError, match="float16"):
         theta_bracket(p.astype(np.float16))
     with pytest.raises(ValueError, match="at least one entry"):

@@ -143,6 +143,38 @@ def test_lambda_max_at_ties_and_corners(row, dtype):
         assert jnp.isfinite(jax.grad(f)(p)).all()
 
 
+@pytest.mark.float32
+@pytest.mark.parametrize(
+    "row",
+    [
+        [0.3, 0.3000002, 0.2, 0.2],
+        [0.4, 0.4000001, 0.1, 0.0999999],
+        [1 / 3 - 1e-7, 1 / 3, 1 / 3 + 1e-7],
+        [0.3, 0.3 * (1 + 2**-50), 0.2, 0.2],
+    ],
+)
+def test_lambda_max_of_nearly_tied_rows(row, dtype):
+    p = np.asarray(row, dtype)
+    q = p.astype(np.float64) / p.sum(dtype=np.float64)
+    expected = np.linalg.eigvalsh(np.diag(q) - np.outer(q, q))[-1]
+    np.testing.assert_allclose(lambda_max(p), expected, rtol=8 * np.finfo(dtype).eps)
+
+
+@pytest.mark.float32
+@pytest.mark.parametrize("row", [[1.0005, 0, 0], [0.9, 0.05, 0.0491], [0.999999, 1e-6], [1.0, 1e-30], [0.5, 0.4995]])
+def test_norms_are_those_of_the_normalised_row(row, dtype):
+    """In order for rows off in sum; relative to themselves next to one-hot, where 1 - p cancels."""
+    p = np.asarray(row, dtype)
+    q = p.astype(np.float64)
+    q = q / q.sum()
+    slack = 1 + 8 * np.finfo(dtype).eps
+    assert 0 <= lambda_max(p) <= g_1(p) * slack
+    assert g_1(p) <= norm_one_to_one(p) * slack
+    np.testing.assert_allclose(norm_one_to_one(p), 2 * q[0] * q[1:].sum(), rtol=8 * np.finfo(dtype).eps)
+    if len(row) == 2:
+        np.testing.assert_allclose(lambda_max(p), 2 * q[0] * q[1], rtol=8 * np.finfo(dtype).eps)
+
+
 def test_lambda_max_derivative_by_differences(rng):
     u = jnp.asarray(rng.standard_normal(6))
 

@@ -43,6 +43,8 @@ def test_uniform():
         assert theta_uniform(k) == pytest.approx(1 - (1 - 2 * (k // 2) / k) ** 2, abs=1e-15)
     with pytest.raises(ValueError, match="k = 0"):
         theta_uniform(0)
+    with pytest.raises(ValueError, match=r"k = 2\.5: a whole number"):
+        theta_uniform(2.5)  # pyright: ignore[reportArgumentType]
 
 
 @hypothesis.given(ROW)
@@ -55,10 +57,12 @@ def test_bounds_from_p_max(p):
 
 @pytest.mark.float32
 def test_bounds_from_p_max_are_reached(dtype):
-    """A dominant atom; the extremal row (1/3, 1/3, 1/3); equal pairs. Outside (0, 1] there is no row: NaN."""
-    lower, upper = theta_bounds_from_p_max(jnp.asarray([0.7, 1 / 3, 0.5, 1.0, 1.5, 0.0], dtype))
+    """A dominant atom; the extremal row (1/3, 1/3, 1/3); equal pairs. Outside (0, 1] there is no row."""
+    lower, upper = jax.jit(theta_bounds_from_p_max)(jnp.asarray([0.7, 1 / 3, 0.5, 1.0, 1.5, 0.0], dtype))
     np.testing.assert_allclose(lower, [0.84, 8 / 9, 1, 0, np.nan, np.nan], atol=1e-6)
     np.testing.assert_allclose(upper, [0.84, 1, 1, 0, np.nan, np.nan], atol=1e-6)
+    with pytest.raises(ValueError, match="p_max = 1.5: a largest probability"):
+        theta_bounds_from_p_max(jnp.asarray([0.7, 1.5], dtype))
 
 
 @pytest.mark.float32
@@ -157,6 +161,8 @@ def test_exact_refuses():
         theta_exact([1.0], where=[False])
     with pytest.raises(TypeError, match="int"):
         theta_exact([0, 1])
+    with pytest.raises(TypeError, match="masked array"):
+        theta_exact(np.ma.array([0.5, 0.3, 0.2], mask=[0, 0, 1]))
 
 
 def test_within_contains_the_truth(rng):
