@@ -291,7 +291,7 @@ def test_wrong_arguments():
         theta_bracket(np.full(2, 0.5, np.longdouble))
     for tol in (-1.0, np.nan, np.zeros(2)):
         with pytest.raises(ValueError, match="tol = "):
-            theta_bracket(np.full(2, 0.5, np.float32), tol=tol)
+            theta_bracket(np.full(2, 0.5, np.float32), tol=tol)  # pyright: ignore[reportArgumentType]
     swapped = np.array([0.75, 0.25], np.float32)
     np.testing.assert_array_equal(theta_bracket(swapped.astype(">f4")), theta_bracket(swapped))
     with pytest.raises(TypeError, match="float16"):

@@ -61,7 +61,7 @@ def test_bounds_from_p_max_are_reached(dtype):
     lower, upper = jax.jit(theta_bounds_from_p_max)(jnp.asarray([0.7, 1 / 3, 0.5, 1.0, 1.5, 0.0], dtype))
     np.testing.assert_allclose(lower, [0.84, 8 / 9, 1, 0, np.nan, np.nan], atol=1e-6)
     np.testing.assert_allclose(upper, [0.84, 1, 1, 0, np.nan, np.nan], atol=1e-6)
-    with pytest.raises(ValueError, match="p_max = 1.5: a largest probability"):
+    with pytest.raises(ValueError, match=r"p_max = 1\.5: a largest probability"):
         theta_bounds_from_p_max(jnp.asarray([0.7, 1.5], dtype))
 
 
@@ -162,7 +162,7 @@ def test_exact_refuses():
     with pytest.raises(TypeError, match="int"):
         theta_exact([0, 1])
     with pytest.raises(TypeError, match="masked array"):
-        theta_exact(np.ma.array([0.5, 0.3, 0.2], mask=[0, 0, 1]))
+        theta_exact(np.ma.array([0.5, 0.3, 0.2], mask=[False, False, True]))
 
 
 def test_within_contains_the_truth(rng):
