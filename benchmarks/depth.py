@@ -1,23 +1,23 @@
 """One depth profile of a 36-layer model, beside torch.func on the same weights: `python benchmarks/depth.py`.
 
-Findings (2 cores shared with much other work, the calls of a run in turn, least of 2 rounds; read core seconds, not the
-wall clock):
+Findings (2 cores of a server CPU with AVX-512, nothing else running, least of 2 rounds; seconds by the wall clock):
 
-- a profile takes 1.5 to 1.6 core seconds. torch.func by the same algorithm takes 9.2 with its two threads (6.2 times
-  ours) and 2.9 with one (1.75 times). Its threads spin while they wait for cores that others hold, so the first figure
-  is too large; the second is the bare arithmetic, and short of the twice that we aim at.
-- torch.func as one would first write it takes 272 core seconds, about 140 times ours (1.9 in that run, before a
-  sublayer was linearised once for all probes). All agree to three digits at every depth.
+- a profile takes 1.2 to 1.3 s (2.2 to 2.4 core seconds), torch.func by the same algorithm 1.2 to 1.6: about the same,
+  where twice is aimed at. Both spend it in products: with one cotangent at a time ours took 2.9 s, since a sublayer's
+  small products keep no two cores busy; four at a time take half as long, eight or sixteen no less.
+- torch.func as one would first write it takes 29 s, 22 times ours. All agree to three digits at every depth.
+- on 2 cores without AVX-512, shared with other work, one cotangent at a time: ours 1.5 to 1.6 core seconds, the same
+  algorithm 2.9 (one thread), from each depth 272.
 
-Scaling, in the same run as the last (time is linear in depth, 48 to 55 ms a block, and in probes, 0.22 to 0.23 s each;
-compile time does not grow with depth, nor does memory but by the stored points):
+Scaling, in the same run as the first (time is linear in depth, 33 to 45 ms a block of two sublayers, and in
+probes; compile time does not grow with depth, nor does memory but by the stored points):
 
-    layers    probes    core seconds    seconds to compile    temporary MiB
-         4         8            0.22                   5.1               12
-        18         8            0.91                   4.6               19
-        36         4            0.92                   4.8               28
-        36         8            1.72                   5.1               28
-        36        16            3.65                   5.1               29
+    layers    probes    seconds    core seconds    seconds to compile    temporary MiB
+         4         8       0.18            0.31                   8.0               29
+        18         8       0.71            1.27                   8.7               32
+        36         4       0.72            1.33                   7.9               40
+        36         8       1.19            2.16                   8.2               37
+        36        16       2.72            4.92                   9.4               48
 
 A profile is the terms of the product from every depth to the output (total, identity, first order) on 8 random
 cotangents, in float32: width 128, 4 heads, one sequence of 256 tokens. Three ways:

@@ -6,10 +6,16 @@ beside this project:
 
     python benchmarks/inspection.py [turns]
 
-Two idle cores, 5 turns: an inspection 7.7 s, 10.1 s of a core, 0.96 GiB. The forward pass 508 ms, transformers' 954
-(eager) and 915 (sdpa): 0.52 of the better one at its least. A block with its rows takes 14.2 ms, the
-rows' figures 18.3: more than the forward pass that makes them, which they should not. The prefix certificate, a
-bisection that rereads its rows 27 times, is the dearest of them (three times the bracket in benchmarks/theta.py).
+Two idle cores, 5 turns, least times:
+
+| CPU | whole | forward pass, ours | transformers eager, sdpa | a block with its rows | the rows' figures |
+| --- | --- | --- | --- | --- | --- |
+| with AVX-512 | 13.4 s (18.1 of a core), 0.92 GiB | 1,020 ms | 924, 855 | 26.3 | 18.6 |
+| without | 7.7 s (10.1 of a core), 0.96 GiB | 508 (median) | 954, 915 (medians) | 14.2 | 18.3, see below |
+
+So a row's figures cost less than the block that makes the rows; on the second CPU they were measured with a prefix
+certificate that took three to four times as long as now. The forward pass is nearly all products, for which jax 0.10.2
+has a slower library on the first CPU: there the benchmark ends with an error that says so.
 
 (Not inspect.py: Python puts a script's own folder first, and every `import inspect` would find it.)
 """

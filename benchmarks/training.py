@@ -4,12 +4,12 @@ Every contender is a process of its own; they take turns, a few updates each, an
 compared. Wall time needs an idle machine; CPU time, printed beside it, does not quite. Compilation is apart: it is in
 the first update.
 
-    python benchmarks/training.py --peers PYTHON [--shapes mini twelve] [--rounds 7]
+    python benchmarks/training.py --peers PYTHON [--shapes mini twelve] [--rounds 7] [--devices 2]
 
 PYTHON is an interpreter with torch, transformers and x-transformers; without it only ours is timed. (Not called
 train.py: a script's folder comes first among what it imports, and it would stand in the way of the package.)
 
-Two idle cores, two threads, 3 rounds of 3 updates, tokens a second by wall time (and CPU milliseconds an update):
+Two idle cores without AVX-512, two threads, 3 rounds of 3 updates, tokens a second by wall time (and CPU milliseconds an update):
 
 | | sens pre-LN | sens post-LN | GPT-2 eager | GPT-2 sdpa | x-transformers pre-LN | post-LN |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -19,6 +19,12 @@ Two idle cores, two threads, 3 rounds of 3 updates, tokens a second by wall time
 So 0.93 times the best peer at `mini` and 1.12 times at `twelve`, short of the 1.5 that is wanted: by CPU time 1.14 and
 1.33. XLA leaves the second core idle for much of an update: with one thread each, by CPU time, `mini` is 1.61 times
 GPT-2 sdpa (156 and 251 ms) and `twelve` 1.35 times (1,351 and 1,822 ms).
+
+Two idle cores of a server CPU with AVX-512, 4 rounds of 3 updates: `mini` 3,710 pre-LN and 3,409 post-LN against 4,395
+(GPT-2 sdpa), 0.84 times the best; `twelve` 1,027 and 1,003 against 1,926, 0.53 times. torch hardly loses from CPU to
+CPU, jax takes 2.5 times the CPU time at `twelve`: a third of it is in products, which jax 0.10.2 gives to YNNPACK there
+(without it, `--xla_cpu_experimental_ynn_fusion_type=`, an update takes 1.44 s instead of 1.83). Two devices
+(`--devices 2`) take 1.61 s instead of 1.83 at `twelve`, 0.250 instead of 0.284 at `mini`; without YNNPACK no less.
 
 Where the time goes (`mini`, one thread, about 170 ms; each piece timed alone, then counted): products about 62 at the
 core's peak, attention's own 22, GELU 19, softmax 17, LayerNorms 7, the optimizer 3. GELU through erf instead of erfc,
@@ -62,29 +68,29 @@ def contend(name: str, shape: str) -> None:
     import jax
     import numpy as np
 
-    from train import loop
+    from train import loop, sharding
 
     config = configuration(shape, name.removeprefix("sens-"))
     rng = np.random.default_rng(0)
     size = (1, config.train.micro_batch, config.model.context + 1)
     tokens = rng.integers(0, config.model.vocab_size, size).astype(np.int32)
-    mesh = loop.sharding.one_device()
-    state = loop.init_state(config)
+    mesh = sharding.make(sharding.MeshShape(data=jax.local_device_count()))
+    state = loop.init_state(config, mesh)
     update = loop._jitted_update(config.model, dataclasses.replace(config.train, seed=0), mesh)
     began = time.perf_counter()
-    state, metrics = update(state, tokens)
+    state, metrics = update(state, sharding.place(mesh, tokens, config.train.micro_batch))
     first = {"loss": float(metrics["loss"]), "parameters": gpt.count_parameters(config.model)}
     print(json.dumps({"first": time.perf_counter() - began, **first}), flush=True)
     for line in sys.stdin:
         began, cpu = time.perf_counter(), time.process_time()
         for _ in range(int(line)):
-            state, metrics = update(state, tokens)
+            state, metrics = update(state, sharding.place(mesh, tokens, config.train.micro_batch))
         loss = float(jax.device_get(metrics["loss"]))
         took = {"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu, "loss": loss}
         print(json.dumps(took), flush=True)
 
 
-def start(name: str, shape: str, peers: str | None, threads: int) -> subprocess.Popen[str]:
+def start(name: str, shape: str, peers: str | None, threads: int, devices: int) -> subprocess.Popen[str]:
     here = Path(__file__).resolve()
     if name in OURS:
         command = [sys.executable, str(here), "--contend", name, shape]
@@ -93,7 +99,10 @@ def start(name: str, shape: str, peers: str | None, threads: int) -> subprocess.
         about = {**dataclasses.asdict(config.model), "batch": config.train.micro_batch, "threads": threads}
         command = [str(peers), str(here.with_name("training_peer.py")), name, json.dumps(about)]
     pin = functools.partial(os.sched_setaffinity, 0, range(threads))  # XLA counts the cores that it may use
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=pin)
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=pin, env=environment
+    )
 
 
 def answer(process: subprocess.Popen[str]) -> dict[str, float]:
@@ -111,11 +120,11 @@ def ask(process: subprocess.Popen[str], updates: int) -> dict[str, float]:
     return answer(process)
 
 
-def race(shape: str, peers: str | None, rounds: int, updates: int, threads: int) -> None:
+def race(shape: str, peers: str | None, rounds: int, updates: int, threads: int, devices: int) -> None:
     config = SHAPES[shape]
     tokens = config.train.micro_batch * config.model.context
     names = (*OURS, *(PEERS if peers else ()))
-    processes = {name: start(name, shape, peers, threads) for name in names}
+    processes = {name: start(name, shape, peers, threads, devices) for name in names}
     firsts = {name: answer(process) for name, process in processes.items()}
     took: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for name in names:
@@ -125,7 +134,7 @@ def race(shape: str, peers: str | None, rounds: int, updates: int, threads: int)
             took[name].append(ask(processes[name], updates))
     for process in processes.values():
         process.communicate()
-    print(f"\n{shape}: {config.model.n_layer} layers, {tokens} tokens an update, {threads} threads")
+    print(f"\n{shape}: {config.model.n_layer} layers, {tokens} tokens an update, {threads} threads, {devices} devices")
     print(f"{'':>12} {'parameters':>11} {'first s':>8} {'ms':>8} {'cpu ms':>8} {'tokens/s':>9} {'loss':>7}")
     median = {
         name: {key: statistics.median(one[key] for one in took[name]) / updates for key in ("seconds", "cpu")}
@@ -150,13 +159,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--updates", type=int, default=4, help="a turn")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--devices", type=int, default=1, help="of ours, along data: each computes a part of the batch")
     parser.add_argument("--contend", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contend:
         contend(*options.contend)
         return
     for shape in options.shapes:
-        race(shape, options.peers, options.rounds, options.updates, options.threads)
+        race(shape, options.peers, options.rounds, options.updates, options.threads, options.devices)
 
 
 if __name__ == "__main__":
