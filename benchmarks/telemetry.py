@@ -5,8 +5,8 @@ write their record and checkpoints to a temporary directory. Run it on an idle m
 
     python benchmarks/telemetry.py [updates]
 
-Found (2 idle cores with AVX-512, 80 updates): 298 ms an update with telemetry, 286 without: 4.0 % of the time, where 2 %
-is aimed at. It was 5 to 7 % before the prefix certificate took a quarter of its time; most of what is left is the
+Found (2 idle cores with AVX-512, 80 updates): 298 ms an update with telemetry, 286 without: 4.0 % of the time, where
+2 % is aimed at. It was 5 to 7 % before the prefix certificate took a quarter of its time; most of what is left is the
 forward pass in evaluation mode that makes the rows, a third of an update every tenth update.
 """
 

@@ -9,7 +9,8 @@ the first update.
 PYTHON is an interpreter with torch, transformers and x-transformers; without it only ours is timed. (Not called
 train.py: a script's folder comes first among what it imports, and it would stand in the way of the package.)
 
-Two idle cores without AVX-512, two threads, 3 rounds of 3 updates, tokens a second by wall time (and CPU milliseconds an update):
+Two idle cores without AVX-512, two threads, 3 rounds of 3 updates, tokens a second by wall time (and CPU
+milliseconds an update):
 
 | | sens pre-LN | sens post-LN | GPT-2 eager | GPT-2 sdpa | x-transformers pre-LN | post-LN |
 | --- | --- | --- | --- | --- | --- | --- |
