@@ -228,7 +228,16 @@ BAD_DIRECTORIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no architecture": (lambda d: edit_config(d, model_type=None), "lacks 'model_type'"),
     "config lacks a size": (lambda d: edit_config(d, n_head=None), "lacks 'n_head'"),
-    "a size that is no number": (lambda d: edit_config(d, n_head="four"), "does not hold together"),
+    "a size that is no number": (
+        lambda d: edit_config(d, n_head="four"),
+        "n_head is 'four'; a whole number, at least 1",
+    ),
+    "a size that is no whole number": (lambda d: edit_config(d, n_layer=2.5), r"n_layer is 2\.5; a whole number"),
+    "a negative size": (lambda d: edit_config(d, n_inner=-4), "n_inner is -4; a whole number, at least 1"),
+    "an epsilon that is no number": (
+        lambda d: edit_config(d, layer_norm_epsilon="tiny"),
+        "layer_norm_epsilon is 'tiny'; a number above zero",
+    ),
     "heads that do not divide": (lambda d: edit_config(d, n_head=5), "5 heads do not divide a width of 32"),
     "another activation": (lambda d: edit_config(d, activation_function="relu"), "activation_function 'relu'"),
     "another scale": (
@@ -260,6 +269,26 @@ def test_a_bad_directory_is_named_with_what_is_wrong(bad: str, write):
     directory = write("gpt2")
     damage, message = BAD_DIRECTORIES[bad]
     damage(directory)
+    with pytest.raises(ModelError, match=message) as error:
+        open_model(directory)
+    assert str(directory) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; a whole number, at least 1"),
+        ({"attention_bias": "no"}, "attention_bias is 'no'; true or false"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; a table of settings"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
+            "factor in rope_scaling is '2'; a number",
+        ),
+    ],
+)
+def test_a_bad_entry_of_a_llama_is_named(change: dict[str, Any], message: str, write):
+    directory = write("llama")
+    edit_config(directory, **change)
     with pytest.raises(ModelError, match=message) as error:
         open_model(directory)
     assert str(directory) in str(error.value)

@@ -44,15 +44,15 @@ def config(source: Source) -> ModelConfig:
         raise ModelError(
             f"{source.path}: activation_function {activation!r} is not supported (want {', '.join(activations)})"
         )
-    d = source.want("n_embd")
+    d = source.whole("n_embd")
     return ModelConfig(
-        vocab_size=source.want("vocab_size"),
-        n_layer=source.want("n_layer"),
-        n_head=source.want("n_head"),
+        vocab_size=source.whole("vocab_size"),
+        n_layer=source.whole("n_layer"),
+        n_head=source.whole("n_head"),
         d_model=d,
-        d_ff=source.get("n_inner", 4 * d),
-        context=source.want("n_positions"),
-        ln_eps=source.get("layer_norm_epsilon", 1e-5),
+        d_ff=source.whole("n_inner", 4 * d),
+        context=source.whole("n_positions"),
+        ln_eps=source.positive("layer_norm_epsilon", 1e-5),
         dropout=0.0,
         ffn=activations[activation],
         qkv_bias=True,

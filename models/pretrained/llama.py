@@ -31,22 +31,22 @@ def config(source: Source) -> ModelConfig:
     """The configuration of a model of the family; RoPE scaling becomes divisors of the angles and a temperature."""
     kind = source.want("model_type")
     source.refuse_unless("hidden_act", "silu")
-    heads, d = source.want("num_attention_heads"), source.want("hidden_size")
-    width = source.get("head_dim", d // heads)
+    heads, d = source.whole("num_attention_heads"), source.whole("hidden_size")
+    width = source.whole("head_dim", d // heads)
     theta, divisors, tau = rope.scaling(source, width)
-    bias = kind == "qwen2" or source.get("attention_bias", False)
+    bias = kind == "qwen2" or source.flag("attention_bias")
     return ModelConfig(
-        vocab_size=source.want("vocab_size"),
-        n_layer=source.want("num_hidden_layers"),
+        vocab_size=source.whole("vocab_size"),
+        n_layer=source.whole("num_hidden_layers"),
         n_head=heads,
-        n_kv_head=source.get("num_key_value_heads", heads),
+        n_kv_head=source.whole("num_key_value_heads", heads),
         head_width=width,
         d_model=d,
-        d_ff=source.want("intermediate_size"),
-        context=source.want("max_position_embeddings"),
+        d_ff=source.whole("intermediate_size"),
+        context=source.whole("max_position_embeddings"),
         window=_window(source, kind),
         norm="rms",
-        ln_eps=source.get("rms_norm_eps", 1e-6),
+        ln_eps=source.positive("rms_norm_eps", 1e-6),
         tau=tau,
         dropout=0.0,
         positions="rope",
@@ -55,13 +55,13 @@ def config(source: Source) -> ModelConfig:
         ffn="swiglu",
         qkv_bias=bias,
         out_bias=kind == "llama" and bias,
-        ffn_bias=source.get("mlp_bias", False),
+        ffn_bias=source.flag("mlp_bias"),
         head=_head(source),
     )
 
 
 def _head(source: Source) -> Any:
-    if source.get("tie_word_embeddings", False):
+    if source.flag("tie_word_embeddings"):
         return "tied"
     headless = "lm_head.weight" not in source.shapes and not any(
         "For" in name for name in source.get("architectures", [])
@@ -71,14 +71,15 @@ def _head(source: Source) -> Any:
 
 def _window(source: Source, kind: str) -> int | None:
     """Tokens that a token sees; the same in all layers, or the model is refused."""
-    window, layers = source.hub.get("sliding_window"), source.want("num_hidden_layers")
-    if window is None or (kind == "qwen2" and not source.get("use_sliding_window", False)):
+    layers = source.whole("num_hidden_layers")
+    if source.hub.get("sliding_window") is None or (kind == "qwen2" and not source.flag("use_sliding_window")):
         return None
+    window = source.whole("sliding_window")
     kinds = source.hub.get("layer_types")
     if kinds is None:
-        full = min(layers, source.get("max_window_layers", layers)) if kind == "qwen2" else 0
+        full = min(layers, source.whole("max_window_layers", layers, least=0)) if kind == "qwen2" else 0
         kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
-    if set(kinds) == {"full_attention"} or window >= source.want("max_position_embeddings"):
+    if set(kinds) == {"full_attention"} or window >= source.whole("max_position_embeddings"):
         return None
     if set(kinds) != {"sliding_attention"}:
         raise ModelError(f"{source.path}: layers with and without a sliding window together are not supported")

@@ -1,11 +1,23 @@
 """RoPE scaling as published configurations state it: divisors of the angles, and for YaRN a temperature."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from models.pretrained.source import ModelError, Source
+
+_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+)
 
 
 def scaling(source: Source, width: int) -> tuple[float, tuple[float, ...], float]:
@@ -18,8 +30,8 @@ def scaling(source: Source, width: int) -> tuple[float, tuple[float, ...], float
     - `dynamic`: changes the base past the original context only, so up to there it is no scaling.
     """
     # Entries of `rope_parameters` in newer files, of the file itself and of `rope_scaling` in older ones.
-    settings = {**source.get("rope_scaling", {}), **source.get("rope_parameters", {})}
-    theta = settings.get("rope_theta", source.get("rope_theta", 10000.0))
+    settings = _settings(source, "rope_scaling") | _settings(source, "rope_parameters")
+    theta = settings.get("rope_theta", source.positive("rope_theta", 10000.0))
     kind = settings.get("rope_type", settings.get("type", "default"))
     share = settings.get("partial_rotary_factor", source.get("partial_rotary_factor", 1.0))
     if share != 1:
@@ -42,6 +54,18 @@ def scaling(source: Source, width: int) -> tuple[float, tuple[float, ...], float
     raise ModelError(f"{source.path}: RoPE scaling {kind!r} is not supported (want one of {supported})")
 
 
+def _settings(source: Source, name: str) -> dict[str, Any]:
+    """The entries of one table; what is a number in them must be one, above zero."""
+    table = source.get(name, {})
+    if not isinstance(table, Mapping):
+        raise ModelError(f"{source.path}: {name} is {table!r}; a table of settings is wanted")
+    for key, value in table.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key in _NUMBERS and value is not None and not (number and 0 < value < math.inf):
+            raise ModelError(f"{source.path}: {key} in {name} is {value!r}; a number above zero is wanted")
+    return {key: value for key, value in table.items() if value is not None}
+
+
 def _as_tuple(divisors: Any) -> tuple[float, ...]:
     return tuple(float(divisor) for divisor in divisors)
 
@@ -60,7 +84,7 @@ def _yarn(settings: dict[str, Any], theta: float, width: int) -> np.ndarray:
     def index(turns: float) -> float:
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = index(settings.get("beta_fast") or 32), index(settings.get("beta_slow") or 1)
+    low, high = index(settings.get("beta_fast", 32)), index(settings.get("beta_slow", 1))
     if settings.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)

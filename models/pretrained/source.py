@@ -1,6 +1,8 @@
 """What every reader makes of a checkpoint: its configuration in the hub's words, and its tensors by the hub's names."""
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,27 @@ class Source:
         """An entry of the configuration; null counts as absent."""
         value = self.hub.get(name)
         return default if value is None else value
+
+    def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A number that counts something; without a default it must be there."""
+        value = self.want(name) if default is None else self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+            raise ModelError(f"{self.path}: {name} is {value!r}; a whole number, at least {least}, is wanted")
+        return int(value)
+
+    def positive(self, name: str, default: float) -> float:
+        """A number above zero."""
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ModelError(f"{self.path}: {name} is {value!r}; a number above zero is wanted")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """A boolean, false unless given."""
+        value = self.get(name, False)
+        if not isinstance(value, bool):
+            raise ModelError(f"{self.path}: {name} is {value!r}; true or false is wanted")
+        return value
 
     def refuse_unless(self, name: str, *supported: Any) -> None:
         """An entry may be absent or one of these: with another value the model would compute something else."""
