@@ -24,7 +24,8 @@ def theta_table(summaries: Sequence[pl.DataFrame]) -> Table:
         for (array, index), part in summary.group_by(["array", "index"], maintain_order=True):
             value = {(row["quantity"], statistic): row[statistic] for row in part.to_dicts() for statistic in row}
             cells = (format(value[quantity, statistic], form) for _, quantity, statistic, form in _CELLS)
-            rows.append((f"{array}{index}", str(value["lower", "count"]), *cells))
+            place = "" if index == "[]" else index  # one axis of rows, or a lone row: there is nothing to tell apart
+            rows.append((f"{array}{place}", str(value["lower", "count"]), *cells))
     return Table(
         "theta (lower ends; width: widest bracket; p_max and D: medians)",
         ("array", "rows", *(name for name, *_ in _CELLS)),

@@ -20,7 +20,7 @@ usage: sens COMMAND [options]
 commands:
   reproduce   the whole experiment on real text: identity, six runs, probes, table, figures, report.html
   verify      check ||J_tau||_{inf->1} = theta/tau exhaustively at small lengths
-  theta       theta of every row of a file of attention matrices, from both sides
+  theta       quantiles of theta over the rows of a file of attention matrices, from both sides
   train       train one run, or continue it
   probe       measure attention rows and depth on a run's checkpoint
   inspect     theta, entropy and sinks of a published model's attention on a text

@@ -104,6 +104,33 @@ def test_out_where_nothing_can_be_created(complaint, file):
     assert "cannot be written (" in complaint(file, "--out", "/proc/s.parquet")
 
 
+# What is printed.
+
+
+def test_a_table_that_is_no_terminals_is_not_wrapped(theta, tmp_path):
+    long, rows_of_4 = "decoder.attention." + "x" * 100, np.full((6, 1, 4), 0.25, np.float32)
+    np.savez(tmp_path / "w.npz", **{long: rows_of_4, "one": rows_of_4[:, 0]})
+    status, printed, _ = theta(tmp_path / "w.npz")
+    assert status == 0
+    names = [line.split()[0] for line in printed.splitlines() if line.startswith("  ") and line.strip()]
+    assert names == ["array", *(f"{long}[{i}]" for i in range(6)), "one"]
+
+
+def test_arrays_are_chosen_by_name(theta, complaint, tmp_path):
+    np.savez(tmp_path / "w.npz", w=np.full((6, 4), 0.25, np.float32), ids=np.arange(3))
+    assert complaint(tmp_path / "w.npz").endswith("floating rows are wanted (--array names those to measure)")
+    status, printed, _ = theta(tmp_path / "w.npz", "--array", "w")
+    assert status == 0
+    assert "  w  " in printed
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_result_that_would_go_nowhere_is_not_computed(file, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["theta", str(file)]) == 2
+    assert "standard output is closed" in capsys.readouterr().err
+
+
 # Ctrl-C.
 
 

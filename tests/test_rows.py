@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -106,11 +107,14 @@ def test_bad_rows_are_named(tmp_path, p, small_chunks):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.npy", b"", "cannot be read as npy"),
+        ("a.npy", b"", r"cannot be read as npy \(it is empty;"),
         ("a.npy", b"\x80\x04K\x01.", "cannot be read as npy"),
+        ("a.npy", b"0.5 0.5", r"cannot be read as npy \(it begins with b'0\.5 0\.'; an npy file begins with"),
+        ("a.npy", b"PAR1", r"it begins with b'PAR1'; an npy file"),
+        ("a.npz", b"PK\x05\x06" + bytes(18), "a.npz: has no arrays; at least one is wanted"),
         ("a.npz", b"PK nonsense", "cannot be read as npz"),
         ("a.parquet", b"PAR1", "cannot be read as parquet"),
-        ("a.csv", b"0.5,0.5", ".npy, .npz or .parquet is wanted"),
+        ("a.csv", b"0.5,0.5", "a .npy, .npz or .parquet file is wanted"),
     ],
 )
 def test_files_that_are_not_rows(tmp_path, name, content, message):
@@ -122,11 +126,14 @@ def test_files_that_are_not_rows(tmp_path, name, content, message):
 def test_arrays_that_are_not_rows(tmp_path, p):
     with pytest.raises(RowsError, match="no such file"):
         list(thetas_of_file(tmp_path / "none.npy"))
+    (tmp_path / "folder.npy").mkdir()
+    with pytest.raises(RowsError, match=r"folder.npy: is a directory; a .npy"):
+        list(thetas_of_file(tmp_path / "folder.npy"))
     np.save(tmp_path / "a.npy", np.arange(4))
     with pytest.raises(RowsError, match="array 'a' is int"):
         list(thetas_of_file(tmp_path / "a.npy"))
     np.save(tmp_path / "a.npy", np.array([{}], object), allow_pickle=True)
-    with pytest.raises(RowsError, match="cannot be read"):
+    with pytest.raises(RowsError, match=r"cannot be read as npy \(its entries are Python objects; numbers are wanted"):
         list(thetas_of_file(tmp_path / "a.npy"))
     np.save(tmp_path / "a.npy", p)
     np.save(tmp_path / "m.npy", np.ones(5, bool))
@@ -138,3 +145,96 @@ def test_arrays_that_are_not_rows(tmp_path, p):
     np.savez(tmp_path / "m.npz", x=np.ones(12, bool), y=np.ones(12, bool))
     with pytest.raises(RowsError, match="has no array 'a'"):
         list(thetas_of_file(tmp_path / "a.npy", tmp_path / "m.npz"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((0, 5), r"of shape \(0, 5\): it has no rows; at least one is wanted"),
+        ((2, 0, 5), r"of shape \(2, 0, 5\): it has no rows"),
+        ((5, 0), r"of shape \(5, 0\): its rows have no entries; at least one is wanted"),
+        ((), r"of shape \(\): a single number; at least one axis"),
+    ],
+)
+def test_arrays_without_rows(tmp_path, shape, message):
+    np.save(tmp_path / "a.npy", np.ones(shape, np.float32))
+    with pytest.raises(RowsError, match=f"a.npy: array 'a' is float32 {message}"):
+        list(thetas_of_file(tmp_path / "a.npy"))
+
+
+def test_npy_of_another_size_than_its_header_says(tmp_path, p):
+    np.save(tmp_path / "a.npy", p[0, 0])
+    whole = (tmp_path / "a.npy").read_bytes()
+    for content, held in ((whole + b"more", 340), (whole[:-4], 332)):
+        (tmp_path / "a.npy").write_bytes(content)
+        with pytest.raises(RowsError, match=rf"{held} bytes of data, but float32 of shape \(7, 12\) takes 336"):
+            list(thetas_of_file(tmp_path / "a.npy"))
+
+
+def test_arrays_are_chosen_by_name(tmp_path, p):
+    a = p.reshape(42, 12)
+    b = a[::-1]
+    np.savez(tmp_path / "a.npz", ids=np.arange(7), b=b, a=a)
+    with pytest.raises(RowsError, match=r"array 'ids' is int64 of shape \(7,\): floating rows .* \(--array names"):
+        next(thetas_of_file(tmp_path / "a.npz", progress=lambda *_: pytest.fail("worked first")))
+    first, second = thetas_of_file(tmp_path / "a.npz", names=("a", "b"))
+    assert (first.name, second.name) == ("a", "b")
+    assert_same(first, a)
+    assert_same(second, b)
+    with pytest.raises(RowsError, match=r"has no array 'c' \(it has 'ids', 'b', 'a'\)"):
+        list(thetas_of_file(tmp_path / "a.npz", names=("a", "c")))
+    plain = {f"c{i}": b[:, i] for i in range(12)}
+    pq.write_table(pa.table({"p": list(a), "ids": [[1]] * 42, **plain}), tmp_path / "a.parquet")
+    (result,) = thetas_of_file(tmp_path / "a.parquet", names=("p",))
+    assert_same(result, a)
+    (result,) = thetas_of_file(tmp_path / "a.parquet", names=list(plain))
+    assert_same(result, b)
+
+
+def test_masks_go_by_name(tmp_path, p):
+    np.savez(tmp_path / "a.npz", a=p[0], b=p[1])
+    np.savez(tmp_path / "m.npz", a=np.ones(12, bool))
+    with pytest.raises(RowsError, match=r"m.npz: has no array 'b' \(it has 'a'\); masks go by the arrays' names"):
+        list(thetas_of_file(tmp_path / "a.npz", tmp_path / "m.npz"))
+    np.savez(tmp_path / "m.npz", any=np.ones(12, bool))
+    first, second = thetas_of_file(tmp_path / "a.npz", tmp_path / "m.npz")
+    assert_same(first, p[0])
+    assert_same(second, p[1])
+
+
+HALVES = [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"p": pa.array([], pa.list_(pa.float32()))}, r"array 'p' is float32 of shape \(0, 0\): it has no rows"),
+        ({"p": [HALVES, None]}, "column 'p', row 1: null; a list of numbers is wanted"),
+        ({"p": [HALVES, []]}, "column 'p', row 1: an empty list; a list of numbers is wanted"),
+        ({"p": [HALVES, [1.0], [0.5, 0.25, None]]}, "column 'p', row 2, entry 2: null; a number is wanted"),
+        ({"p": [HALVES, [None, 1.0]]}, "column 'p', row 1, entry 0: null"),
+        ({"p": pa.array([HALVES, None], pa.list_(pa.float32(), 2))}, "column 'p', row 1: null"),
+        ({"p": [[HALVES]]}, r"column 'p' is list<.*list<.*double>>; lists of floating numbers are wanted"),
+        ({"p": [HALVES], "ids": [[1, 2]]}, r"column 'ids' is list<.*int64>; lists of floating numbers are wanted"),
+        ({"p": HALVES, "q": [0.5, None]}, "column 'q', row 1: null; a number is wanted"),
+        ({"p": HALVES, "id": [1, 2]}, "column 'id' is int64; columns of lists, or else floating columns alone"),
+        ({}, "has no arrays; at least one is wanted"),
+    ],
+)
+def test_parquet_files_that_are_not_rows(tmp_path, columns, message):
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(RowsError, match=rf"a.parquet: {message}"):
+        list(thetas_of_file(tmp_path / "a.parquet"))
+
+
+def test_parquet_nulls_beyond_the_first_batch(tmp_path):
+    pq.write_table(pa.table({"p": [HALVES] * 5000 + [[None]]}), tmp_path / "a.parquet")
+    with pytest.raises(RowsError, match="column 'p', row 5000, entry 0: null"):
+        list(thetas_of_file(tmp_path / "a.parquet"))
+
+
+def test_parquet_as_polars_writes_it(tmp_path, p):
+    lists = [row.tolist() for row in p.reshape(42, 12)]
+    pl.DataFrame({"p": pl.Series(lists, dtype=pl.List(pl.Float32))}).write_parquet(tmp_path / "a.parquet")
+    (result,) = thetas_of_file(tmp_path / "a.parquet")
+    assert_same(result, p.reshape(42, 12))

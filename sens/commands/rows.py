@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import shlex
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,16 +46,25 @@ def theta(arguments: Sequence[str]) -> None:
 
     @dataclasses.dataclass(frozen=True)
     class Theta:
-        """Theta of every probability row in a file, known from both sides: statistics for each layer and head."""
+        """Theta of every probability row in a file, from both sides: quantiles over the rows of each layer and head.
+
+        The table, and --out in full, have a line for each index of the leading axes but the last. The values of single
+        rows are what `analysis.rows.thetas_of_file` yields in Python.
+
+        Of a parquet file every column of lists is read, a row a list, other columns ignored; without such a column,
+        floating columns alone, side by side. Lists may differ in length: a shorter one's support is shorter.
+        """
 
         file: Annotated[Path, tyro.conf.Positional]
         """.npy, .npz or .parquet; rows along the last axis, any leading axes (layer, head, query)."""
         where: Path | None = None
-        """A file of boolean arrays, False where a row is masked."""
+        """A file of boolean arrays, False outside a row's support, matched by array name (a lone array: any name)."""
+        array: tuple[str, ...] = ()
+        """Arrays of an npz, or columns of a parquet file, that are to be measured, if not all."""
         tol: float = 1e-6
         """Width at which a bracket is narrow enough."""
         out: Path | None = None
-        """Write all statistics there, as parquet."""
+        """Write the quantiles of all quantities there, as parquet."""
 
     options = parse(Theta, "theta", arguments)
     import polars as pl
@@ -68,13 +78,22 @@ def theta(arguments: Sequence[str]) -> None:
         raise UsageError(f"tol must be positive, got {options.tol}")
     if options.out is not None:
         _check_out(options.out, (options.file, options.where))
+    elif sys.stdout is None:  # closed by the caller
+        raise UsageError("standard output is closed and there is no --out: the result would be lost")
     with progress.counting(str(options.file)) as done:
         found = rows.thetas_of_file(
-            options.file, options.where, options.tol, lambda _name, finished, total: done(finished, total)
+            options.file,
+            options.where,
+            options.tol,
+            lambda _name, finished, total: done(finished, total),
+            options.array,
         )
         with contextlib.closing(found):  # what it unpacked is removed however this ends
             summaries = [rows.summary(array) for array in found]
-    rich.console.Console().print(tables.to_rich(theta_table(summaries)))
+    console = rich.console.Console()
+    if not console.is_terminal:  # a file or a pipe has no width at which to wrap
+        console = rich.console.Console(width=10_000)
+    console.print(tables.to_rich(theta_table(summaries)))
     if options.out is not None:
         temporary = options.out.with_name(options.out.name + ".tmp")
         pl.concat(summaries).write_parquet(temporary)
