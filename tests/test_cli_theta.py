@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 import sens.__main__ as cli
-from analysis import rows
+from analysis import identity, rows
 from tests.trained import ROOT, finish, start
 
 
@@ -102,6 +102,20 @@ def test_out_where_nothing_can_be_created(complaint, file):
     if not Path("/proc/self").is_dir():
         pytest.skip("no /proc")
     assert "cannot be written (" in complaint(file, "--out", "/proc/s.parquet")
+
+
+def test_verify_looks_at_its_out_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(identity, "verify", lambda *_, **__: pytest.fail("worked first"))
+    (tmp_path / "file").touch()
+    for out, what in (
+        ("", "--out .: is a directory"),
+        (tmp_path, "is a directory"),
+        (tmp_path / "file" / "v.json", ""),
+    ):
+        assert cli.main(["verify", "--out", str(out)]) == 2
+        err = capsys.readouterr().err
+        assert what in err
+        assert err.count("\n") == 1
 
 
 # What is printed.

@@ -37,6 +37,10 @@ def verify(arguments: Sequence[str]) -> None:
         raise UsageError(f"lengths must be from 2 to 20, got {' '.join(map(str, options.lengths)) or 'none'}")
     if options.rows < 1:
         raise UsageError(f"rows must be at least 1, got {options.rows}")
+    if options.out.is_dir():
+        raise UsageError(f"--out {options.out}: is a directory; a file's name is wanted")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    _check_writable(options.out)
     run(options.out, options.lengths, options.rows, options.seed, show=print)
 
 
@@ -111,6 +115,11 @@ def _check_out(out: Path, inputs: Sequence[Path | None]) -> None:
             raise UsageError(f"--out {out}: that is the input {path}; another file is wanted")
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: no directory {out.parent}; one that exists is wanted")
+    _check_writable(out)
+
+
+def _check_writable(out: Path) -> None:
+    """Refuse, before any work, a file that cannot be written in the end."""
     try:
         with tempfile.TemporaryFile(dir=out.parent):  # asks the file system itself: modes alone do not tell
             pass
