@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import sens
@@ -45,9 +46,13 @@ def measure_layer(
 ) -> tuple[Figures, Figures]:
     """`measure_block` of one layer, from the streams of one sequence that enter the layers.
 
-    Call it under `jax.jit`: one program serves all layers.
+    Call it under `jax.jit`: one program serves all layers. A layer that the model has not is a `ValueError`, inside jit
+    NaN.
     """
-    x = entering[layer]
+    within = (layer >= 0) & (layer < model.n_layer)
+    if not isinstance(within, Tracer) and not within:
+        raise ValueError(f"layer {layer}: one of 0 to {model.n_layer - 1} is wanted")
+    x = jnp.where(within, entering[layer], jnp.nan)
     below = norm_reach(gpt.layer(params, layer - 1)["norm_ffn"])
     return measure_block(model, gpt.layer(params, layer), x, jnp.where(layer == 0, sens.norm_inf_rms(x), below), key)
 

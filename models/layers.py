@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from models.config import ModelConfig
@@ -286,6 +287,14 @@ class Block(nnx.Module):
         return constrain(self.ffn_sublayer(z, key_ffn), "stream")
 
 
+def _check_ids(ids: Int[Array, "*b t"], what: str, count: int) -> None:
+    if not isinstance(ids, Tracer):
+        outside = np.argwhere((np.asarray(ids) < 0) | (np.asarray(ids) >= count))
+        if outside.size:
+            at = tuple(int(i) for i in outside[0])
+            raise ValueError(f"{what} {int(ids[at])} at {list(at)}: ids from 0 to {count - 1} are wanted")
+
+
 class Ends(nnx.Module):
     """What stands before and after the blocks: embeddings and their norm, the final norm of pre-LN, and the head."""
 
@@ -315,8 +324,12 @@ class Ends(nnx.Module):
         key: PRNGKeyArray | None = None,
         token_types: Int[Array, "*b t"] | None = None,
     ) -> Float[Array, "*b t d"]:
-        """The embeddings of token, position (if learned) and type (0 unless given), summed, and their norm if any."""
+        """The embeddings of token, position (if learned) and type (0 unless given), summed, and their norm if any.
+
+        A token that is not in the vocabulary is a `ValueError`; inside jit it stands for the nearest that is.
+        """
         t, config = tokens.shape[-1], self.config
+        _check_ids(tokens, "token", config.vocab_size)
         if t > config.context:
             raise ValueError(f"{t} tokens are more than the model's {config.context} positions")
         if token_types is not None and not config.token_types:
@@ -327,6 +340,7 @@ class Ends(nnx.Module):
             x = x + positions
         if config.token_types:
             types = jnp.zeros_like(tokens) if token_types is None else token_types
+            _check_ids(types, "token type", config.token_types)
             x = x + self.token_types.embedding[...][types]
         if config.embedding_norm:
             x = self.norm_embedding(x)

@@ -175,6 +175,13 @@ def test_matrices_are_decomposed_one_at_a_time():
     assert all(operand.count("x") == 1 for operand in operands), operands
 
 
+@pytest.mark.parametrize("layer", [-1, VARIANT.n_layer])
+def test_a_layer_that_the_model_has_not_is_refused(layer):
+    streams = np.zeros((VARIANT.n_layer, VARIANT.context, VARIANT.d_model), np.float32)
+    with pytest.raises(ValueError, match=f"layer {layer}: one of 0 to"):
+        bounds.measure_layer(VARIANT, {}, jnp.asarray(streams), layer, jax.random.key(0))
+
+
 def test_what_is_not_a_number_is_null():
     figures = dict.fromkeys(records.BOUND_COLUMNS, np.float32(1)) | {"covariance": np.float32(np.inf)}
     line = bounds.record_layer(

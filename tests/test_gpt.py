@@ -365,3 +365,10 @@ def test_bfloat16_follows_float32(config):
 def test_more_tokens_than_positions_are_refused(config):
     with pytest.raises(ValueError, match="8 tokens are more than the model's 7 positions"):
         gpt.apply(config, random_params(config), tokens_of(config, 1, 8))
+
+
+@pytest.mark.parametrize("token", [-1, 11])
+def test_a_token_outside_the_vocabulary_is_named(token):
+    config = ModelConfig(vocab_size=11, n_layer=1, n_head=1, d_model=4, d_ff=4, context=3)
+    with pytest.raises(ValueError, match=rf"token {token} at \[0, 2\]: ids from 0 to 10 are wanted"):
+        gpt.apply(config, random_params(config), jnp.array([[0, 10, token]]))
