@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
-import rich.console
 
 from analysis import bounds_figures, depth_figures, figures, html_page, inspect_figures
 from analysis.bounds_figures import PATHWAYS
 from analysis.html_page import Html
 from analysis.inspect import DOMINANT, Inspection, record
 from analysis.records import write_text
-from analysis.tables import Table, to_rich
+from analysis.tables import Table
+from analysis.tables import show as show_tables
 from models.pretrained import ModelError
 
 SHOWN = 8
@@ -41,6 +41,8 @@ def write(
     if rows:
         frames = [rows_frame(one) for one in found]
         _write_parquet(out / "rows.parquet", pl.concat(frames))
+    else:  # those of an inspection whose tables were just replaced
+        (out / "rows.parquet").unlink(missing_ok=True)
     sections = [_intro(found)]
     if len(found) > 1:
         drawing = inspect_figures.layers(found)
@@ -194,9 +196,7 @@ def tables(found: Sequence[Inspection]) -> list[Table]:
 
 def show(found: Sequence[Inspection]) -> None:
     """Print the tables."""
-    console = rich.console.Console()
-    for table in tables(found):
-        console.print(to_rich(table))
+    show_tables(tables(found))
 
 
 def _intro(found: Sequence[Inspection]) -> Html:

@@ -1,11 +1,13 @@
 """Table 1 (ours beside the paper's own figures) and the table of runs: one structure, two renderings."""
 
 import dataclasses
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import rich.box
+import rich.console
 import rich.table
 import rich.text
 
@@ -80,6 +82,15 @@ def to_rich(table: Table) -> rich.table.Table:
     for row in table.rows:
         drawn.add_row(*map(rich.text.Text, row))  # Text: a cell is never read as markup
     return drawn
+
+
+def show(tables: Iterable[Table]) -> None:
+    """Print tables as wide as the terminal; a pipe has no width at which to wrap, unless COLUMNS gives one."""
+    console = rich.console.Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = rich.console.Console(width=10_000)
+    for table in tables:
+        console.print(to_rich(table))
 
 
 @dataclasses.dataclass(frozen=True)

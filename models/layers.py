@@ -329,6 +329,8 @@ class Ends(nnx.Module):
         A token that is not in the vocabulary is a `ValueError`; inside jit it stands for the nearest that is.
         """
         t, config = tokens.shape[-1], self.config
+        if t == 0:
+            raise ValueError(f"at least one token is wanted, got shape {tokens.shape}")
         _check_ids(tokens, "token", config.vocab_size)
         if t > config.context:
             raise ValueError(f"{t} tokens are more than the model's {config.context} positions")

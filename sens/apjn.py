@@ -89,10 +89,12 @@ def apjn_recursion(
       >>> print(f"{apjn_recursion(1.0, 0.2, 16, 16)[0]:.2f} {apjn_recursion(1.0, 0.2, 16, 16, norm=derf(1.0))[0]:.2f}")
       6.93 16.21
     """
-    if blocks < 1 or tokens < 1:
-        raise ValueError(f"at least one block and one token are wanted, got {blocks} and {tokens}")
+    if not all(isinstance(count, int) and count >= 1 for count in (blocks, tokens)):
+        raise ValueError(f"whole numbers of blocks and tokens, at least one, are wanted, got {blocks} and {tokens}")
     if not (q > 0 and abs(p) <= q):
         raise ValueError(f"q must be positive and |p| at most q, got q = {q} and p = {p}")
+    if q + (tokens - 1) * p < 0:  # n times the mean square of the tokens' mean
+        raise ValueError(f"p must be at least -q/(tokens - 1) = {-q / (tokens - 1):g} for {tokens} tokens, got {p}")
     if not (0 <= attention < math.inf and 0 <= mlp < math.inf):
         raise ValueError(f"gains must be finite and not negative, got attention = {attention} and mlp = {mlp}")
     seen = []

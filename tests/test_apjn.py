@@ -87,7 +87,13 @@ def test_growth_is_a_power_of_depth_with_layer_norm_and_faster_without():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((1.0, 0.2, 0, 8), "got 0 and 8"), ((1.0, 0.2, 3, 0), "got 3 and 0"), ((1.0, 1.2, 3, 8), r"\|p\| at most q")],
+    [
+        ((1.0, 0.2, 0, 8), "got 0 and 8"),
+        ((1.0, 0.2, 3, 0), "got 3 and 0"),
+        ((1.0, 1.2, 3, 8), r"\|p\| at most q"),
+        ((1.0, -0.9, 3, 16), r"p must be at least -q/\(tokens - 1\) = -0\.0666667 for 16 tokens, got -0\.9"),
+        ((1.0, 0.2, 3, 2.5), "got 3 and 2.5"),
+    ],
 )
 def test_what_cannot_be_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):

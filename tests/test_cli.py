@@ -131,6 +131,8 @@ def test_a_run_that_diverges_is_status_1_and_one_line(run, tmp_path, corpus, mon
         (("verify", "--rows", "0"), ("rows must be at least 1, got 0",)),
         (("probe",), ("sens probe --help",)),
         (("probe", "nowhere"), ("nowhere: no such run directory",)),
+        (("probe", "run", "--data", "nowhere"), ("--data nowhere: no such directory",)),
+        (("report",), ("at least one run's directory is wanted",)),
         (("report", "nowhere"), ("nowhere: no such run directory",)),
         (("reproduce", "--preset", "huge"), ("no preset 'huge'",)),
     ],

@@ -121,7 +121,8 @@ def test_verify_looks_at_its_out_too(tmp_path, monkeypatch, capsys):
 # What is printed.
 
 
-def test_a_table_that_is_no_terminals_is_not_wrapped(theta, tmp_path):
+def test_a_table_that_is_no_terminals_is_not_wrapped(theta, tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     long, rows_of_4 = "decoder.attention." + "x" * 100, np.full((6, 1, 4), 0.25, np.float32)
     np.savez(tmp_path / "w.npz", **{long: rows_of_4, "one": rows_of_4[:, 0]})
     status, printed, _ = theta(tmp_path / "w.npz")

@@ -241,7 +241,7 @@ def test_read_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         read_text(tmp_path / "nothing")
 
 
-def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     path, out = tmp_path / "text", tmp_path / "out"
     path.write_text(PROSE * 3)
     command = ["inspect", str(directory), "--text", str(path), "--out", str(out), "--length", "12"]
@@ -254,7 +254,9 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Side by side" in page
     assert f"sens inspect {directory} --text {path}" in page
 
+    (out / "rows.parquet").write_bytes(b"of an earlier inspection")
     assert main([*command, "--compare", str(directory)]) == 0
+    assert not (out / "rows.parquet").exists()
     assert set(pl.read_parquet(out / "inspect.parquet")["model"]) == {"decoder", "decoder (2)"}
     for changes, message in {
         ("--length", "0"): "length must be positive, got 0",
@@ -269,6 +271,11 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert main([*command, "--out", str(other), *changes]) == 2
         assert message in capsys.readouterr().err
         assert not other.exists()
+    for place, message in {path: "is a file; a directory", path / "below": f"{path} is a file; a directory"}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr("analysis.inspect.open_and_inspect", None)  # before any work
+            assert main([*command, "--out", str(place)]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_jax_is_left_as_it_was(found: Inspection):

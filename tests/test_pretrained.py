@@ -233,6 +233,7 @@ BAD_DIRECTORIES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "n_head is 'four'; a whole number, at least 1",
     ),
     "a size that is no whole number": (lambda d: edit_config(d, n_layer=2.5), r"n_layer is 2\.5; a whole number"),
+    "more layers than tensors": (lambda d: edit_config(d, n_layer=10**9), "1000000000 layers are configured"),
     "a negative size": (lambda d: edit_config(d, n_inner=-4), "n_inner is -4; a whole number, at least 1"),
     "an epsilon that is no number": (
         lambda d: edit_config(d, layer_norm_epsilon="tiny"),

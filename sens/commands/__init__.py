@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import io
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -33,6 +34,15 @@ def parse(kind: type, command: str, arguments: Sequence[str], default: Any = Non
         rules = [place for place, row in enumerate(rows) if row.startswith("╭") or not row.strip("─-")]
         message = " ".join(rows[rules[0] + 1 : rules[1]]).removeprefix("Error parsing ")
         raise UsageError(f"{message}; see sens {command} --help") from stop
+
+
+def check_directory(out: Path) -> None:
+    """Refuse, before any work, a directory that cannot be made or written to; nothing is made yet."""
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UsageError(f"--out {out}: {there} is a file; a directory is wanted")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"--out {out}: {there} cannot be written to")
 
 
 def preset_named(arguments: Sequence[str], command: str, fallback: str) -> tuple[Any, str]:

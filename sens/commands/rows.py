@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from sens.commands import UsageError, parse
+from sens.commands import UsageError, check_directory, parse
 
 
 def verify(arguments: Sequence[str]) -> None:
@@ -72,7 +72,6 @@ def theta(arguments: Sequence[str]) -> None:
 
     options = parse(Theta, "theta", arguments)
     import polars as pl
-    import rich.console
 
     from analysis import rows, tables
     from analysis.rows_table import theta_table
@@ -94,10 +93,7 @@ def theta(arguments: Sequence[str]) -> None:
         )
         with contextlib.closing(found):  # what it unpacked is removed however this ends
             summaries = [rows.summary(array) for array in found]
-    console = rich.console.Console()
-    if not console.is_terminal:  # a file or a pipe has no width at which to wrap
-        console = rich.console.Console(width=10_000)
-    console.print(tables.to_rich(theta_table(summaries)))
+    tables.show([theta_table(summaries)])
     if options.out is not None:
         temporary = options.out.with_name(options.out.name + ".tmp")
         pl.concat(summaries).write_parquet(temporary)
@@ -184,6 +180,7 @@ def inspect(arguments: Sequence[str]) -> None:
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{name.replace('_', '-')} must be positive, got {value}")
+    check_directory(options.out)
     text = read_text(options.text)
     pairs = [(options.model, options.tau)]
     if options.compare is not None or options.compare_tau is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from sens.commands import UsageError, parse, preset_named, with_settings
+from sens.commands import UsageError, check_directory, parse, preset_named, with_settings
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -64,7 +64,7 @@ def train(arguments: Sequence[str]) -> None:
     nowhere = Path() if "--dry-run" in arguments else tyro.MISSING
     options = parse(Train, "train", arguments, Train(nowhere, defaults.model, defaults.train))
     if options.tensorboard and importlib.util.find_spec("tensorboardX") is None:
-        raise UsageError("--tensorboard needs tensorboardX; remedy: pip install 'sens[tensorboard]'")
+        raise UsageError("--tensorboard needs tensorboardX; remedy: pip install tensorboardX")
     if options.workers < 1:
         raise UsageError(f"workers must be at least 1, got {options.workers}")
     if options.skip_nonfinite < 0:
@@ -131,6 +131,8 @@ def probe(arguments: Sequence[str]) -> None:
     options = parse(Probe, "probe", arguments)
     if not options.bounds and (options.layers is not None or options.float64):
         raise UsageError("--layers and --float64 are about --bounds")
+    if options.data is not None and not options.data.is_dir():
+        raise UsageError(f"--data {options.data}: no such directory; one with a run's tokenised text is wanted")
     from analysis.records import read_config
     from train import progress
     from train.probe import probe as run
@@ -149,8 +151,6 @@ def probe(arguments: Sequence[str]) -> None:
 
 
 def _probe_bounds(options: Any) -> None:
-    import rich.console
-
     from analysis import bounds_figures, records, tables
     from train import progress
     from train.probe import probe_bounds
@@ -164,9 +164,7 @@ def _probe_bounds(options: Any) -> None:
             float64=options.float64,
             progress=done,
         )
-    console = rich.console.Console()
-    for table in bounds_figures.checkpoint_tables([records.read_run(options.run)]):
-        console.print(tables.to_rich(table))
+    tables.show(bounds_figures.checkpoint_tables([records.read_run(options.run)]))
 
 
 def report(arguments: Sequence[str]) -> None:
@@ -189,6 +187,9 @@ def report(arguments: Sequence[str]) -> None:
     from analysis.report import write_report
     from train.reproduce import recorded_unigram_entropy, show_table
 
+    if not options.runs:
+        raise UsageError("at least one run's directory is wanted")
+    check_directory(options.out)
     runs = read_runs(options.runs)
     show_table(runs)
     page = write_report(
