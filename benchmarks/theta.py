@@ -4,24 +4,30 @@
 
 Every ratio is of interleaved runs in this one process (the least of each); peers that are not installed are left out.
 
-Findings (2 cores, nothing else running, milliseconds by the wall clock; all rows of all cases closed to 1e-6),
-4096 x 1024 (the last column is NumPy's prefix over the bracket):
+Findings (2 cores of a server CPU with AVX-512, nothing else running, milliseconds by the wall clock, the least of two
+runs' 15 rounds; all rows of all cases closed to 1e-6), 4096 x 1024; ratio: NumPy's prefix over the bracket, both runs:
 
-| rows | bracket | NumPy's prefix | torch's prefix | jnp.sort prefix | our prefix | ratio |
-| --- | --- | --- | --- | --- | --- | --- |
-| s = 0.3 | 3.7 | 21.4 | 104.2 | 482 | 13.9 | 5.8 |
-| s = 1 | 3.4 | 20.2 | 96.9 | 465 | 13.7 | 5.9 |
-| s = 3 | 4.7 | 21.4 | 97.5 | 468 | 14.2 | 4.6 |
-| s = 6 | 4.3 | 20.9 | 103.3 | 469 | 13.9 | 4.9 |
-| causal | 4.5 | 20.2 | 64.3 | 327 | 13.9 | 4.5 |
+| rows | bracket | NumPy's prefix | jnp.sort prefix | our prefix | ratio |
+| --- | --- | --- | --- | --- | --- |
+| s = 0.3 | 5.8 | 35.6 | 687 | 8.2 | 6.8, 6.1 |
+| s = 1 | 5.6 | 34.6 | 675 | 7.1 | 6.6, 6.2 |
+| s = 3 | 6.2 | 35.7 | 664 | 6.3 | 5.9, 5.2 |
+| s = 6 | 6.5 | 30.2 | 667 | 5.8 | 4.5, 4.7 |
+| causal | 7.1 | 33.9 | 490 | 7.2 | 4.5, 4.9 |
 
-From run to run a ratio moves by a tenth. Of 3.5 ms the lanes take 1.7, the network 0.55, reading for validity 0.25; the
-later passes 0.4 for 160 rows and 0.3 to 0.5 for the last ten. What made it fast: as few readers of a lane as possible,
-because XLA computes it again for each; no slice of a block fused into fewer than sixteen steps, which costs ten times
-as much; partners in the network by slices instead of a gather; the pass for clusters apart, which is the dearest.
-By rows, length 1024: 1.0 (1024), 2.3, 3.7, 8.1 (8192). By length, 2^22 entries: 7.5 (256, where the network for 64
-numbers a row weighs most), 3.6 (1024), 5.5 (4096), 5.5 (16384). Temporary memory 0.16 to 0.55 of the input.
-`theta_exact`: 0.1 ms at support 16, 0.13 at 24, 0.8 at 32, 13 at 40.
+So 5 times is reached in three of the five. Of 5.6 ms reading for validity takes 0.75, the lanes 2.9, the network 1.1, and
+each later pass 0.1 where no row is open. A CPU without AVX-512 took 3.4 to 4.7 ms, 4.5 to 5.9 times less than NumPy,
+before the last changes (torch's prefix there 64 to 104 ms).
+
+What made it fast: as few readers of a lane as possible, because XLA computes it again for each; blocks so small that XLA
+splits no loop over them between threads, whose code for a part of a loop is two to ten times slower here than for the
+whole; no slice of a block fused into fewer than sixteen steps, which costs ten times as much; partners in the network by
+slices instead of a gather; the pass for clusters apart, which is the dearest; no pass at all where no row is open. The
+prefix took 31 ms here when it materialised its masked rows for every sum, and bisected to the last bit.
+
+By rows, length 1024: 1.5 (1024), 3.1, 5.4 to 7.0, 11 to 18 (8192). By length, 2^22 entries: 12 (256, where the network for
+64 numbers a row weighs most), 5.4 (1024), 5.5 (4096), 5.1 to 7.5 (16384). Temporary memory 0.04 to 0.52 of the input.
+`theta_exact`: 0.2 ms at support 16, 0.28 at 24, 2.1 at 32, 33 at 40.
 """
 
 import importlib.util
