@@ -15,19 +15,19 @@ runs' 15 rounds; all rows of all cases closed to 1e-6), 4096 x 1024; ratio: NumP
 | s = 6 | 6.5 | 30.2 | 667 | 5.8 | 4.5, 4.7 |
 | causal | 7.1 | 33.9 | 490 | 7.2 | 4.5, 4.9 |
 
-So 5 times is reached in three of the five. Of 5.6 ms reading for validity takes 0.75, the lanes 2.9, the network 1.1, and
-each later pass 0.1 where no row is open. A CPU without AVX-512 took 3.4 to 4.7 ms, 4.5 to 5.9 times less than NumPy,
-before the last changes (torch's prefix there 64 to 104 ms).
+So 5 times is reached in three of the five. Of 5.6 ms reading for validity takes 0.75, the lanes 2.9, the network 1.1,
+and each later pass 0.1 where no row is open. A CPU without AVX-512 took 3.4 to 4.7 ms, 4.5 to 5.9 times less than
+NumPy, before the last changes (torch's prefix there 64 to 104 ms).
 
-What made it fast: as few readers of a lane as possible, because XLA computes it again for each; blocks so small that XLA
-splits no loop over them between threads, whose code for a part of a loop is two to ten times slower here than for the
-whole; no slice of a block fused into fewer than sixteen steps, which costs ten times as much; partners in the network by
-slices instead of a gather; the pass for clusters apart, which is the dearest; no pass at all where no row is open. The
-prefix took 31 ms here when it materialised its masked rows for every sum, and bisected to the last bit.
+What made it fast: as few readers of a lane as possible, because XLA computes it again for each; blocks so small that
+XLA splits no loop over them between threads, whose code for a part of a loop is two to ten times slower here than for
+the whole; no slice of a block fused into fewer than sixteen steps, which costs ten times as much; partners in the
+network by slices instead of a gather; the pass for clusters apart, which is the dearest; no pass at all where no row
+is open. The prefix took 31 ms here when it materialised its masked rows for every sum, and bisected to the last bit.
 
-By rows, length 1024: 1.5 (1024), 3.1, 5.4 to 7.0, 11 to 18 (8192). By length, 2^22 entries: 12 (256, where the network for
-64 numbers a row weighs most), 5.4 (1024), 5.5 (4096), 5.1 to 7.5 (16384). Temporary memory 0.04 to 0.52 of the input.
-`theta_exact`: 0.2 ms at support 16, 0.28 at 24, 2.1 at 32, 33 at 40.
+By rows, length 1024: 1.5 (1024), 3.1, 5.4 to 7.0, 11 to 18 (8192). By length, 2^22 entries: 12 (256, where the
+network for 64 numbers a row weighs most), 5.4 (1024), 5.5 (4096), 5.1 to 7.5 (16384). Temporary memory 0.04 to 0.52
+of the input. `theta_exact`: 0.2 ms at support 16, 0.28 at 24, 2.1 at 32, 33 at 40.
 """
 
 import importlib.util
