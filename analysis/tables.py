@@ -78,7 +78,7 @@ def to_rich(table: Table) -> rich.table.Table:
     """The same table for the terminal."""
     drawn = rich.table.Table(title=table.title, box=rich.box.SIMPLE_HEAD, show_lines=False, title_justify="left")
     for i, column in enumerate(table.columns):
-        drawn.add_column(rich.text.Text(column), style="bold" if i == 0 else "")
+        drawn.add_column(rich.text.Text(column), style="bold" if i == 0 else "", overflow="fold")  # no digit is cut
     for row in table.rows:
         drawn.add_row(*map(rich.text.Text, row))  # Text: a cell is never read as markup
     return drawn

@@ -153,6 +153,14 @@ def test_rich_reads_no_markup():
     assert "[red]x[/red]" in output.getvalue()
 
 
+def test_a_narrow_terminal_cuts_no_digit():
+    output = io.StringIO()
+    table = Table("T", ("a", "b"), (("1.2345678901234567", "2.3456789012345678"),))
+    rich.console.Console(file=output, width=24).print(to_rich(table))
+    assert "…" not in output.getvalue()
+    assert sum(map(output.getvalue().count, "0123456789")) == 34
+
+
 def test_ragged_table_is_refused():
     with pytest.raises(ValueError, match="2 columns"):
         Table("T", ("a", "b"), (("1",),))
