@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import sens
@@ -28,7 +27,7 @@ from analysis.probes import HEAD_COLUMNS
 from analysis.records import BOUND_COLUMNS
 from models import ModelConfig, gpt
 from models.layers import rotate
-from sens import bounds
+from sens import bounds, checks
 from sens.bounds.attention import Pathways
 from sens.bounds.layers import Activation
 from sens.bounds.weights import spectral
@@ -50,7 +49,7 @@ def measure_layer(
     NaN.
     """
     within = (layer >= 0) & (layer < model.n_layer)
-    if not isinstance(within, Tracer) and not within:
+    if not checks.is_traced(within) and not within:
         raise ValueError(f"layer {layer}: one of 0 to {model.n_layer - 1} is wanted")
     x = jnp.where(within, entering[layer], jnp.nan)
     below = norm_reach(gpt.layer(params, layer - 1)["norm_ffn"])

@@ -129,9 +129,9 @@ def theta_within(p: npt.ArrayLike, seconds: float, where: npt.ArrayLike | None =
 
 def _host_rows(p: npt.ArrayLike, where: npt.ArrayLike | None) -> tuple[tuple[int, ...], np.ndarray]:
     """The leading shape, and for each row its positive entries in float64; an error for what is not probabilities."""
-    p = np.asanyarray(p)
     if isinstance(p, np.ma.MaskedArray):
         raise TypeError("p is a masked array; its data is wanted, and `where` for the mask: True in the support")
+    p = np.asarray(p)
     if p.dtype.kind != "f":
         raise TypeError(f"p has dtype {p.dtype}; a floating dtype of NumPy is wanted")
     if p.ndim == 0 or p.shape[-1] == 0:

@@ -48,6 +48,35 @@ def dtype(request) -> type:
     return request.param
 
 
+@pytest.fixture
+def run(capsys):
+    """Run a command in this process: status, output, error output."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        from sens.__main__ import main
+
+        status = main([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def complaint(run):
+    """Run a command that must fail with exit status 2 and one line; returns the line."""
+
+    def complaint(*arguments: object) -> str:
+        status, out, err = run(*arguments)
+        assert status == 2, err
+        assert out == ""
+        assert err.startswith("sens: error: ")
+        assert err.count("\n") == 1
+        assert err.endswith("\n")
+        return err
+
+    return complaint
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """A small text file."""

@@ -16,33 +16,6 @@ from train.config import TrainConfig
 from train.presets import PRESETS
 
 
-@pytest.fixture
-def run(capsys):
-    """Run a command in this process: status, output, error output."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        status = cli.main([str(argument) for argument in arguments])
-        return status, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def complaint(run):
-    """Run a command that must fail with exit status 2 and one line; returns the line."""
-
-    def complaint(*arguments: object) -> str:
-        status, out, err = run(*arguments)
-        assert status == 2, err
-        assert out == ""
-        assert err.startswith("sens: error: ")
-        assert err.count("\n") == 1
-        assert err.endswith("\n")
-        return err
-
-    return complaint
-
-
 def tiny_run(corpus: Path, out: Path, *more: object) -> list[object]:
     return ["train", "--preset", "tiny", "--source", corpus, "--out", out, *more]
 

@@ -17,26 +17,15 @@ from tests.trained import ROOT, finish, start
 
 
 @pytest.fixture
-def theta(capsys):
-    """Run the command in this process: status, output, error output."""
-
-    def theta(*arguments: object) -> tuple[int, str, str]:
-        status = cli.main(["theta", *map(str, arguments)])
-        return status, *capsys.readouterr()
-
-    return theta
+def theta(run):
+    """`sens theta`: status, output, error output."""
+    return lambda *arguments: run("theta", *arguments)
 
 
 @pytest.fixture
-def complaint(theta):
-    """Run the command, which must fail with exit status 2 and one line; returns the line."""
-
-    def complaint(*arguments: object) -> str:
-        status, out, err = theta(*arguments)
-        assert (status, out, err.count("\n")) == (2, "", 1), err
-        return err.removeprefix("sens: error: ").removesuffix("\n")
-
-    return complaint
+def complaint(complaint):
+    """The words of the line with which `sens theta` must fail."""
+    return lambda *arguments: complaint("theta", *arguments).removeprefix("sens: error: ").removesuffix("\n")
 
 
 @pytest.fixture

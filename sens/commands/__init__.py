@@ -6,6 +6,7 @@ import difflib
 import io
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -41,8 +42,18 @@ def check_directory(out: Path) -> None:
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not there.is_dir():
         raise UsageError(f"--out {out}: {there} is a file; a directory is wanted")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"--out {out}: {there} cannot be written to")
+    check_writable(out, there)
+
+
+def check_writable(out: Path, directory: Path) -> None:
+    """Refuse, before any work, an output for which nothing can be created in the directory."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):  # asks the file system itself: modes alone do not tell
+            pass
+        if out.is_file() and not os.access(out, os.W_OK):
+            raise PermissionError(None, "the file is read-only")
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot be written ({error.strerror}); another place is wanted") from error
 
 
 def preset_named(arguments: Sequence[str], command: str, fallback: str) -> tuple[Any, str]:

@@ -3,15 +3,13 @@
 import contextlib
 import dataclasses
 import math
-import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from sens.commands import UsageError, check_directory, parse
+from sens.commands import UsageError, check_directory, check_writable, parse
 
 
 def verify(arguments: Sequence[str]) -> None:
@@ -40,7 +38,7 @@ def verify(arguments: Sequence[str]) -> None:
     if options.out.is_dir():
         raise UsageError(f"--out {options.out}: is a directory; a file's name is wanted")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    _check_writable(options.out)
+    check_writable(options.out, options.out.parent)
     run(options.out, options.lengths, options.rows, options.seed, show=print)
 
 
@@ -111,18 +109,7 @@ def _check_out(out: Path, inputs: Sequence[Path | None]) -> None:
             raise UsageError(f"--out {out}: that is the input {path}; another file is wanted")
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: no directory {out.parent}; one that exists is wanted")
-    _check_writable(out)
-
-
-def _check_writable(out: Path) -> None:
-    """Refuse, before any work, a file that cannot be written in the end."""
-    try:
-        with tempfile.TemporaryFile(dir=out.parent):  # asks the file system itself: modes alone do not tell
-            pass
-        if out.exists() and not os.access(out, os.W_OK):
-            raise PermissionError(None, "the file is read-only")
-    except OSError as error:
-        raise UsageError(f"--out {out}: cannot be written ({error.strerror}); another place is wanted") from error
+    check_writable(out, out.parent)
 
 
 def inspect(arguments: Sequence[str]) -> None:
