@@ -5,7 +5,9 @@ import fcntl
 import itertools
 import json
 import shutil
+import signal
 import struct
+import threading
 
 import jax
 import numpy as np
@@ -204,6 +206,31 @@ def test_a_run_killed_while_it_wrote_its_configuration_starts(tmp_path, finished
 
 
 # Stopping.
+
+
+def interrupt_at(update: int):
+    def on_update(now: loop.Progress) -> None:
+        if now.update == update:
+            signal.raise_signal(signal.SIGINT)
+
+    return on_update
+
+
+@pytest.mark.parametrize(("stop", "error"), [(crash_at(3), CrashError), (interrupt_at(3), loop.Interrupted)])
+def test_the_thread_that_reads_ahead_ends_with_the_run(tmp_path, finished, corpus, stop, error):
+    def readers() -> int:
+        return sum("prefetch" in thread.name for thread in threading.enumerate())
+
+    seen = []
+
+    def on_update(now: loop.Progress) -> None:
+        seen.append(readers())
+        stop(now)
+
+    with pytest.raises(error):
+        train(tmp_path / "run", tiny(corpus), finished.parent / "data", on_update=on_update)
+    assert set(seen) == {1}
+    assert readers() == 0
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(

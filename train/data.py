@@ -198,7 +198,9 @@ def batches(
     The order is the stream's own (as in the paper), or with `data_seed` another permutation every epoch; no training
     seed enters. Epochs follow each other without a seam: a batch may hold the end of one and the beginning of the next.
     The processes' parts, joined along the second axis, are the same global batch for any number of processes.
-    The iterator's whole state is the number of the next update, ``{"next_index": n}``; close it when done.
+    A thread has the next batch ready while the last one is at work. The iterator's whole state is the number of the
+    update to be handed out next, ``{"next_index": n}``, whatever was read ahead; close it when done, which ends the
+    thread.
     """
     import grain
 
@@ -218,8 +220,10 @@ def batches(
         data = data.seed(data_seed).shuffle()
     data = data.repeat().batch(micro_batch // process_count, drop_remainder=True)
     data = data[process_index::process_count].batch(accumulation, drop_remainder=True)
-    # No threads: a window is a memory copy, and handing it over costs more than making it.
-    iterator = iter(data.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+    # No threads for single windows: each is a memory copy, and handing it over costs more than making it. One for whole
+    # batches: pages that are not in memory yet are waited for beside the devices' work.
+    ready = data.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    iterator = iter(grain.experimental.ThreadPrefetchIterDataset(ready, prefetch_buffer_size=1))
     iterator.set_state({"next_index": start_update})
     return iterator
 
