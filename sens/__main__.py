@@ -66,10 +66,10 @@ def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> 
         from analysis.rows import RowsError
         from models.pretrained import ModelError
         from train.checkpoint import CheckpointError
+        from train.files import DataError
         from train.loop import Interrupted, RunWarning, TrainingError
         from train.processes import ProcessError
         from train.sharding import MeshError
-        from train.text import DataError
 
     # Orbax logs what it then raises, with pages of traceback.
     logging.getLogger("absl").setLevel(logging.CRITICAL)

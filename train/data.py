@@ -31,8 +31,9 @@ from jaxtyping import Int32
 from analysis.records import write_json
 from train import shards
 from train import tokenizer as tokenizers
+from train.files import DataError
 from train.shards import Shard
-from train.text import DataError, Source, open_source
+from train.text import Source, open_source
 from train.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

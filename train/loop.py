@@ -22,11 +22,11 @@ from train import checkpoint, directory, processes, sharding, step, telemetry
 from train.config import TrainConfig
 from train.data import TokenDataset, batches, prepare
 from train.events import open_events
+from train.files import DataError
 from train.flops import peak_tflops as known_peak
 from train.presets import RunConfig
 from train.recording import Progress, Recorder, TrainingError, UnderWay
 from train.sharding import MeshShape
-from train.text import DataError
 
 
 class RunWarning(UserWarning):

