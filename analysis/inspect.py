@@ -119,7 +119,7 @@ def _pieces(text: str, spans: np.ndarray) -> list[str]:
     return [text[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def open_and_inspect(
+def prepare(
     path: Path,
     text: str,
     *,
@@ -130,28 +130,31 @@ def open_and_inspect(
     bounds_layers: Sequence[int] | None = (),
     bounds_length: int = 32,
     depth: bool = False,
-    progress: Progress = lambda done, total: None,
-) -> Inspection:
-    """`inspect` a model on disk on a text: with its own tokenizer unless another's path is given, `sequences` of it.
+) -> Callable[..., Inspection]:
+    """`inspect` with its arguments for a model on disk and a text, to be called (with `progress`, if it is wanted).
 
-    With `bounds_layers` (None: 0, N/4, N/2, 3N/4, N-1) Lambda and its bounds are measured there, on a sequence of
-    `bounds_length` tokens from the text's start.
+    What can be refused is refused here, before anything is measured: of two models the second as well. The text is cut
+    by the model's own tokenizer unless another's path is given, into `sequences` sequences. With `bounds_layers`
+    (None: 0, N/4, N/2, 3N/4, N-1) Lambda and its bounds are measured there, on a sequence of `bounds_length` tokens
+    from the text's start.
     """
     model = open_model(path)
     config = model.config
     encoder = load_tokenizer(path, config.vocab_size, model.tokenizer, tokenizer)
     cut_text = cut(text, encoder, min(512, config.context) if length is None else length, sequences)
     layers = sampled_layers(config.n_layer) if bounds_layers is None else tuple(sorted(set(bounds_layers)))
+    bounds_text = cut(text, encoder, min(bounds_length, config.context), 1) if layers else None
+    _check(model, layers, cut_text, bounds_text)
     name = path.resolve().stem if path.is_file() else path.resolve().name
-    return inspect(
+    return functools.partial(
+        inspect,
         model,
         cut_text,
         tau=tau,
         name=name + (f", τ × {tau:g}" if tau != 1 else ""),
         bounds_layers=layers,
-        bounds_text=cut(text, encoder, min(bounds_length, config.context), 1) if layers else None,
+        bounds_text=bounds_text,
         depth=depth,
-        progress=progress,
     )
 
 
@@ -176,11 +179,7 @@ def inspect(
     positions, for a layer that it does not have.
     """
     config = dataclasses.replace(model.config, tau=model.config.tau * tau)
-    for given in (text, *([] if bounds_text is None else [bounds_text])):
-        _check(model.path, config, given)
-    for layer in bounds_layers:
-        if not 0 <= layer < config.n_layer:
-            raise ModelError(f"{model.path} has no layer {layer} (0 to {config.n_layer - 1})")
+    _check(model, bounds_layers, text, bounds_text)
     steps = itertools.count(1)
     total = config.n_layer * (2 if depth else 1) + len(set(bounds_layers))
     step = lambda: progress(next(steps), total)  # noqa: E731
@@ -213,11 +212,18 @@ def inspect(
     )
 
 
-def _check(path: Path, config: ModelConfig, text: Text) -> None:
-    if text.tokens.shape[-1] > config.context:
-        raise ModelError(f"{path}: {text.tokens.shape[-1]} tokens are more than its {config.context} positions")
-    if text.tokens.max() >= config.vocab_size:
-        raise ModelError(f"{path}: token {text.tokens.max()} is not among its {config.vocab_size}")
+def _check(model: Pretrained, layers: Sequence[int], *texts: Text | None) -> None:
+    config = model.config
+    for text in texts:
+        if text is not None and text.tokens.shape[-1] > config.context:
+            raise ModelError(
+                f"{model.path}: {text.tokens.shape[-1]} tokens are more than its {config.context} positions"
+            )
+        if text is not None and text.tokens.max() >= config.vocab_size:
+            raise ModelError(f"{model.path}: token {text.tokens.max()} is not among its {config.vocab_size}")
+    for layer in layers:
+        if not 0 <= layer < config.n_layer:
+            raise ModelError(f"{model.path} has no layer {layer} (0 to {config.n_layer - 1})")
 
 
 def _layer(

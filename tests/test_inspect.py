@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import sens
 from analysis import html_page, inspect_report
-from analysis.inspect import QUANTITIES, Inspection, Text, cut, inspect, open_and_inspect, read_text, record
+from analysis.inspect import QUANTITIES, Inspection, Text, cut, inspect, prepare, read_text, record
 from models import gpt
 from models.pretrained import ModelError, open_model
 from models.pretrained import tokenizer as pretrained_tokenizer
@@ -56,7 +56,7 @@ def directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(directory: Path) -> Inspection:
-    return open_and_inspect(directory, PROSE, length=12, sequences=2)
+    return prepare(directory, PROSE, length=12, sequences=2)()
 
 
 def test_a_text_is_cut_into_sequences_and_nothing_of_it_is_lost_silently(directory: Path):
@@ -139,7 +139,7 @@ def test_certificates_are_in_order(found: Inspection):
 
 
 def test_a_lower_temperature_is_a_lower_temperature_in_every_layer(directory: Path, found: Inspection):
-    cold = open_and_inspect(directory, PROSE, length=12, sequences=2, tau=0.25)
+    cold = prepare(directory, PROSE, length=12, sequences=2, tau=0.25)()
     assert cold.config == dataclasses.replace(found.config, tau=0.25)
     first = lambda one: np.nanmean(one.rows["p_max"][0])  # noqa: E731
     assert first(cold) > first(found)
@@ -192,7 +192,7 @@ def test_the_record_holds_every_head_and_quantity(found: Inspection):
 
 
 def test_the_report_is_whole_and_escapes_the_text(directory: Path, tmp_path: Path):
-    one = open_and_inspect(directory, "<b> " + PROSE, length=12)
+    one = prepare(directory, "<b> " + PROSE, length=12)()
     out = inspect_report.write(tmp_path / "out", [one], command="sens inspect <x>", head=(1, 3), rows=True)
     page = (out / "report.html").read_text()
     assert "as layer 1, head 3 reads it" in page
@@ -264,16 +264,19 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         ("--compare-tau", "inf"): "compare-tau must be positive, got inf",
         ("--length", "65"): "65 tokens are more than its 64 positions",
         ("--compare", str(tmp_path)): "not a model directory",
+        ("--compare-tau", "2", "--bounds", "--bounds-layers", "9"): "has no layer 9 (0 to ",
         ("--tokenizer", str(path)): "text: not JSON",
         ("--head", "9", "0"): "has no layer 9",
     }.items():
         other = tmp_path / "other"
-        assert main([*command, "--out", str(other), *changes]) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr("analysis.inspect._layer", None)  # before anything is measured, of either model
+            assert main([*command, "--out", str(other), *changes]) == 2
         assert message in capsys.readouterr().err
         assert not other.exists()
     for place, message in {path: "is a file; a directory", path / "below": f"{path} is a file; a directory"}.items():
         with monkeypatch.context() as patch:
-            patch.setattr("analysis.inspect.open_and_inspect", None)  # before any work
+            patch.setattr("analysis.inspect.prepare", None)  # before any work
             assert main([*command, "--out", str(place)]) == 2
         assert message in capsys.readouterr().err
 

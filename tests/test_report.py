@@ -166,7 +166,8 @@ def test_probe_of_an_older_checkpoint_is_said(tmp_path):
     row = {"update": 13, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 1, "skipped": 0}
     records.append(path, "updates", [row])
     read = page(report.write_report(tmp_path, [records.read_run(path)]))
-    assert "pre-LN, seed 42: probed at update 12, though it has reached 13." in read.text
+    for what in ("attention rows", "sublayers"):
+        assert f"pre-LN, seed 42: its {what} are those of update 12, though it has reached 13." in read.text
 
 
 def test_failed_identity_is_not_hidden(tmp_path):

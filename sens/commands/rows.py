@@ -156,7 +156,8 @@ def inspect(arguments: Sequence[str]) -> None:
 
     options = parse(Inspect, "inspect", arguments)
     from analysis import inspect_report
-    from analysis.inspect import open_and_inspect, read_text
+    from analysis.inspect import prepare, read_text
+    from models.pretrained import open_model
     from train import progress
 
     if not options.bounds and options.bounds_layers is not None:
@@ -172,23 +173,26 @@ def inspect(arguments: Sequence[str]) -> None:
     pairs = [(options.model, options.tau)]
     if options.compare is not None or options.compare_tau is not None:
         pairs.append((options.compare or options.model, options.compare_tau or options.tau))
-    found = []
-    for model, tau in pairs:
-        with progress.counting(str(model)) as done:
-            found.append(
-                open_and_inspect(
-                    model,
-                    text,
-                    tokenizer=options.tokenizer,
-                    length=options.length,
-                    sequences=options.sequences,
-                    tau=tau,
-                    bounds_layers=options.bounds_layers if options.bounds else (),
-                    bounds_length=options.bounds_length,
-                    depth=options.depth,
-                    progress=done,
-                )
+    ready = []
+    for path, tau in pairs:
+        inspect_report.check_head(str(path), open_model(path).config, options.head)
+        ready.append(
+            prepare(
+                path,
+                text,
+                tokenizer=options.tokenizer,
+                length=options.length,
+                sequences=options.sequences,
+                tau=tau,
+                bounds_layers=options.bounds_layers if options.bounds else (),
+                bounds_length=options.bounds_length,
+                depth=options.depth,
             )
+        )
+    found = []
+    for (path, _), measure in zip(pairs, ready, strict=True):
+        with progress.counting(str(path)) as done:
+            found.append(measure(progress=done))
     if len(found) > 1 and found[0].name == found[1].name:  # two directories of one name
         found[1] = dataclasses.replace(found[1], name=f"{found[1].name} (2)")
     command = "sens inspect " + shlex.join(arguments)
