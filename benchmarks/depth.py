@@ -1,23 +1,24 @@
 """One depth profile of a 36-layer model, beside torch.func on the same weights: `python benchmarks/depth.py`.
 
-Findings (2 cores of a server CPU with AVX-512, nothing else running, least of 2 rounds; seconds by the wall clock):
+Findings (2 cores of a server CPU with AVX-512, nothing else running; seconds by the wall clock, the least of 4 calls):
 
-- a profile takes 1.2 to 1.3 s (2.2 to 2.4 core seconds), torch.func by the same algorithm 1.2 to 1.6: about the same,
-  where twice is aimed at. Both spend it in products: with one cotangent at a time ours took 2.9 s, since a sublayer's
-  small products keep no two cores busy; four at a time take half as long, eight or sixteen no less.
-- torch.func as one would first write it takes 29 s, 22 times ours. All agree to three digits at every depth.
-- on 2 cores without AVX-512, shared with other work, one cotangent at a time: ours 1.5 to 1.6 core seconds, the same
-  algorithm 2.9 (one thread), from each depth 272.
+- a profile takes 0.86 s (1.5 core seconds), torch.func by the same algorithm 1.27 and 1.64 in two runs of this script
+  (1.7 to 1.9 in three others with these two alone): ours is 1.5 to 2.2 times as fast. Both spend it in products.
+- torch.func as one would first write it takes 20 and 25 s: 24 to 29 times ours. All agree to three digits at every
+  depth.
+- what made ours fast: the pulls of all eight probes, of total and bare, at once (one cotangent at a time 2.9 s, four
+  1.05, eight 0.85, both terms together 0.83), since small products keep no two cores busy; and attention in the layout
+  that products want, a causal row in halves (1.2 s instead of 1.05).
 
-Scaling, in the same run as the first (time is linear in depth, 33 to 45 ms a block of two sublayers, and in
-probes; compile time does not grow with depth, nor does memory but by the stored points):
+Scaling, in the same run as the second (time is linear in depth, 24 to 26 ms a block of two sublayers, and in probes;
+compile time does not grow with depth, nor does memory but by the stored points):
 
     layers    probes    seconds    core seconds    seconds to compile    temporary MiB
-         4         8       0.18            0.31                   8.0               29
-        18         8       0.71            1.27                   8.7               32
-        36         4       0.72            1.33                   7.9               40
-        36         8       1.19            2.16                   8.2               37
-        36        16       2.72            4.92                   9.4               48
+         4         8       0.11            0.20                   5.2               42
+        18         8       0.46            0.80                   5.7               45
+        36         4       0.54            0.90                   5.7               30
+        36         8       0.93            1.62                   5.7               50
+        36        16       1.79            3.17                   5.8               63
 
 A profile is the terms of the product from every depth to the output (total, identity, first order) on 8 random
 cotangents, in float32: width 128, 4 heads, one sequence of 256 tokens. Three ways:

@@ -179,17 +179,15 @@ def pull_terms(
     `stop`; its results are stacked over all of the chain's sublayers (those outside the range see the vector as it
     stands).
 
-    Under `jax.vmap` a sublayer is linearised once, and pulls four vectors at a time. This has no reverse derivative
+    Under `jax.vmap` a sublayer is linearised once, and pulls for eight probes at a time. This has no reverse derivative
     of its own (`pull` has).
     """
 
     def act(maps: _Maps, terms: Terms) -> Terms:
-        bare, into_branch = maps.join(terms.bare)
-        return Terms(
-            total=_pull_through(maps, terms.total),
-            bare=bare,
-            first=maps.join(terms.first)[0] + maps.branch(into_branch),
-        )
+        total, of_total = maps.join(terms.total)
+        bare, of_bare = maps.join(terms.bare)
+        entered = maps.branch(jnp.stack([of_total, of_bare]))
+        return Terms(total=total + entered[0], bare=bare, first=maps.join(terms.first)[0] + entered[1])
 
     terms = u if isinstance(u, Terms) else Terms(u, u, jnp.zeros_like(u))
     return _backward(linked, act, terms.total, terms, start, stop, collect, _a_few_at_a_time)
@@ -218,25 +216,25 @@ def _forward(linked, act, v, carry, start, stop, collect):
 
 
 @jax.custom_batching.custom_vmap
-def _a_few_at_a_time(branch: Callable[[Array], tuple[Stream]], cotangent: Array) -> Stream:
-    return branch(cotangent)[0]
+def _a_few_at_a_time(branch: Callable[[Array], tuple[Stream]], cotangents: Array) -> Array:
+    return jax.vmap(lambda cotangent: branch(cotangent)[0])(cotangents)
 
 
 @_a_few_at_a_time.def_vmap
-def _(axis_size: int, in_batched: Any, *arguments: Any) -> tuple[Stream, bool]:
-    """Vmapped, four cotangents at a time: one keeps a CPU's cores waiting, many outgrow its caches."""
+def _(axis_size: int, in_batched: Any, *arguments: Any) -> tuple[Array, bool]:
+    """Vmapped, those of eight probes at a time: few keep a CPU's cores waiting, many outgrow its caches."""
     del axis_size
     leaves, tree = jax.tree.flatten(arguments)
     batched = jax.tree.leaves(in_batched)
 
-    def pulled(mapped: list[Array]) -> Stream:
+    def pulled(mapped: list[Array]) -> Array:
         each = iter(mapped)
         own = [next(each) if is_batched else leaf for leaf, is_batched in zip(leaves, batched, strict=True)]
-        branch, cotangent = tree.unflatten(own)
-        return branch(cotangent)[0]
+        branch, cotangents = tree.unflatten(own)
+        return jax.vmap(lambda cotangent: branch(cotangent)[0])(cotangents)
 
     mapped = [leaf for leaf, is_batched in zip(leaves, batched, strict=True) if is_batched]
-    return jax.lax.map(pulled, mapped, batch_size=4), True
+    return jax.lax.map(pulled, mapped, batch_size=8), True
 
 
 def _backward(linked, act, u, carry, start, stop, collect, apply=lambda branch, c: branch(c)[0]):

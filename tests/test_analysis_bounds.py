@@ -56,15 +56,14 @@ def jacobian(model, function):
 
 def attained(blocks, starts=8):
     """The most that alternating ascent finds of max ||sum_j B_j h_j|| over ||h_j|| <= 1, of every output row."""
-    rng, best = np.random.default_rng(0), np.zeros(len(blocks))
-    for i, B in enumerate(blocks):
-        for y in rng.normal(size=(starts, B.shape[0])):
-            for _ in range(100):
-                h = np.einsum("eld,e->ld", B, y)
-                h /= np.maximum(np.linalg.norm(h, axis=1, keepdims=True), 1e-300)
-                y = np.einsum("eld,ld->e", B, h)
-            best[i] = max(best[i], np.linalg.norm(y))
-    return best
+    rows, e, keys, d = blocks.shape
+    B = blocks.reshape(rows, e, keys * d)
+    y = np.tile(np.random.default_rng(0).normal(size=(1, starts, e)), (rows, 1, 1))
+    for _ in range(100):
+        h = (y @ B).reshape(rows, starts, keys, d)
+        h /= np.maximum(np.linalg.norm(h, axis=-1, keepdims=True), 1e-300)
+        y = h.reshape(rows, starts, keys * d) @ B.mT
+    return np.linalg.norm(y, axis=-1).max(axis=-1)
 
 
 def check_against_dense(model, params, tokens, lines, heads, slack):
