@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 import sens
 from analysis.records import QUANTITIES, STATISTICS
@@ -37,27 +37,39 @@ def measure_rows(model: ModelConfig, params: gpt.Params, tokens: Int[Array, "b t
     return jax.lax.map(measure, (index, entering[index]))
 
 
+def summaries(values: Shaped[np.ndarray, "k n"]) -> list[dict[str, Any]]:
+    """Of each row of values `count` and the `STATISTICS` of those that are not NaN (none: null).
+
+    Quantiles between two values are interpolated, as `np.percentile` does.
+    """
+    ordered = np.sort(values.astype(np.float64), axis=-1)  # NaN at the end
+    count = np.count_nonzero(~np.isnan(ordered), axis=-1)
+    last = np.maximum(count - 1, 0)[:, None]
+    place = last * np.array([0, 0.05, 0.25, 0.5, 0.75, 0.95, 1])
+    below = np.floor(place).astype(int)
+    low, high = (np.take_along_axis(ordered, at, axis=-1) for at in (below, np.minimum(below + 1, last)))
+    between = np.subtract(high, low, out=np.zeros_like(low), where=(high > low) & (place > below)) * (place - below)
+    means = np.nansum(ordered, axis=-1) / np.maximum(count, 1)
+    return [
+        {"count": int(n), **dict(zip(STATISTICS, map(float, (mean, *quantiles)) if n else (None,) * 8, strict=True))}
+        for n, mean, quantiles in zip(count, means, low + between, strict=True)
+    ]
+
+
 def summarise(values: np.ndarray) -> dict[str, Any]:
-    """`count` and the `STATISTICS` of the values that are not NaN."""
-    values = values[~np.isnan(values)].astype(np.float64)
-    if not values.size:
-        return {"count": 0, **dict.fromkeys(STATISTICS)}
-    low, p5, p25, median, p75, p95, high = np.percentile(values, [0, 5, 25, 50, 75, 95, 100])
-    numbers = (values.mean(), low, p5, p25, median, p75, p95, high)
-    return {"count": values.size, **{name: float(value) for name, value in zip(STATISTICS, numbers, strict=True)}}
+    """`summaries` of one array of values."""
+    return summaries(values.reshape(1, -1))[0]
+
+
+def by_head(values: Shaped[np.ndarray, "s h t"]) -> Iterator[tuple[int | None, dict[str, Any]]]:
+    """Summaries pooled over heads (None), and of each head."""
+    yield None, summarise(values)
+    yield from enumerate(summaries(np.moveaxis(values, 1, 0).reshape(values.shape[1], -1)))
 
 
 def record_rows(update: int, layers: Sequence[int], rows: Rows) -> Iterator[dict[str, Any]]:
     """The lines of the attention table: per layer and quantity, pooled over heads (head null) and for each head."""
     for quantity in QUANTITIES:
         for layer, values in zip(layers, np.asarray(rows[quantity]), strict=True):
-            heads = [None, *range(values.shape[1])]
-            for head in heads:
-                chosen = values if head is None else values[:, head]
-                yield {
-                    "update": update,
-                    "layer": layer,
-                    "head": head,
-                    "quantity": quantity,
-                    **summarise(chosen.ravel()),
-                }
+            for head, summary in by_head(values):
+                yield {"update": update, "layer": layer, "head": head, "quantity": quantity, **summary}

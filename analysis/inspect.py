@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import sens
 from analysis import inspect_bounds, inspect_depth
-from analysis.attention import sampled_layers, summarise
+from analysis.attention import by_head, sampled_layers, summarise
 from models import ModelConfig, gpt
 from models.pretrained import ModelError, Pretrained, open_model
 from models.pretrained.tokenizer import Tokenizer
@@ -297,9 +297,8 @@ def record(inspection: Inspection) -> Iterator[dict[str, Any]]:
     """
     for quantity in QUANTITIES:
         for layer, values in enumerate(inspection.rows[quantity]):
-            for head in [None, *range(values.shape[1])]:
-                chosen = values if head is None else values[:, head]
-                yield {"layer": layer, "head": head, "quantity": quantity, **summarise(chosen.ravel())}
+            for head, summary in by_head(values):
+                yield {"layer": layer, "head": head, "quantity": quantity, **summary}
     for quantity, values in inspection.layers.items():
         for layer, value in enumerate(values):
             yield {"layer": layer, "head": None, "quantity": quantity, **summarise(np.array([value]))}

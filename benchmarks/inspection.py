@@ -6,16 +6,17 @@ beside this project:
 
     python benchmarks/inspection.py [turns]
 
-Two idle cores, 5 turns, least times:
+Two idle cores, 7 and 5 turns, least times:
 
 | CPU | whole | forward pass, ours | transformers eager, sdpa | a block with its rows | the rows' figures |
 | --- | --- | --- | --- | --- | --- |
-| with AVX-512 | 13.4 s (18.1 of a core), 0.92 GiB | 1,020 ms | 924, 855 | 26.3 | 18.6 |
+| with AVX-512 | 13.2 s (17.1 of a core), 0.96 GiB | 768 ms | 826, 759 | 34.3 | 25.5 |
 | without | 7.7 s (10.1 of a core), 0.96 GiB | 508 (median) | 954, 915 (medians) | 14.2 | 18.3, see below |
 
 So a row's figures cost less than the block that makes the rows; on the second CPU they were measured with a prefix
-certificate that took three to four times as long as now. The forward pass is nearly all products, for which jax 0.10.2
-has a slower library on the first CPU: there the benchmark ends with an error that says so.
+certificate that took three to four times as long as now. The forward pass is nearly all products: 0.93 of the time of
+transformers' eager attention, which is the one that gives rows, and as long as its sdpa, which gives none (medians 857
+against 889 and 827). Before attention was put in the layout that products want on the first CPU it took 1,020 ms there.
 
 (Not inspect.py: Python puts a script's own folder first, and every `import inspect` would find it.)
 """

@@ -4,21 +4,24 @@
 
 Every ratio is of interleaved runs in this one process (the least of each); peers that are not installed are left out.
 
-Findings (2 cores of a server CPU with AVX-512, nothing else running, milliseconds by the wall clock, the least of two
-runs' 15 rounds; all rows of all cases closed to 1e-6), 4096 x 1024; ratio: NumPy's prefix over the bracket, both runs:
+Findings (2 cores of a server CPU with AVX-512, milliseconds by the wall clock, the least of 15 rounds; all rows of all
+cases closed to 1e-6), 4096 x 1024. Times of the third of four runs; ratio: NumPy's prefix over the bracket, all four:
 
 | rows | bracket | NumPy's prefix | jnp.sort prefix | our prefix | ratio |
 | --- | --- | --- | --- | --- | --- |
-| s = 0.3 | 5.9 | 37.1 | 693 | 8.6 | 6.3, 5.8 |
-| s = 1 | 6.0 | 37.1 | 691 | 7.5 | 6.2, 6.0 |
-| s = 3 | 6.3 | 36.0 | 671 | 6.0 | 5.7, 4.8 |
-| s = 6 | 6.5 | 35.8 | 687 | 6.5 | 5.5, 4.6 |
-| causal | 7.2 | 31.8 | 484 | 7.4 | 4.4, 4.2 |
+| s = 0.3 | 4.0 | 30.8 | 549 | 6.9 | 8.3, 7.7, 7.6, 7.6 |
+| s = 1 | 4.2 | 31.2 | 557 | 5.8 | 8.0, 7.3, 7.4, 6.5 |
+| s = 3 | 5.1 | 27.9 | 542 | 5.1 | 6.2, 5.6, 5.5, 4.6 |
+| s = 6 | 4.9 | 28.0 | 555 | 5.3 | 5.9, 6.0, 5.7, 4.8 |
+| causal | 5.2 | 28.9 | 417 | 5.6 | 4.8, 5.4, 5.5, 5.1 |
 
-So 5 times is reached for s up to 1, about reached for 3 and 6, and missed for causal rows. Of 5.6 ms reading for
-validity takes 0.75, the lanes 2.9, the network 1.1, and each later pass 0.1 where no row is open; three causal rows
-with 9 to 11 entries go through all four passes. A CPU without AVX-512 took 3.4 to 4.7 ms, 4.5 to 5.9 times less than
-NumPy, before the last changes (torch's prefix there 64 to 104 ms).
+So 5 times is reached in all cases in most runs, not in each. That is of a call that follows another like it. The first
+call after NumPy's prefix, whose temporaries fill the caches, takes 5.6 to 6.6 (ratio 4.1 to 5.5), and more after half a
+second of jnp.sort, in parentheses in the output. Of the first pass, 2.9, reading for validity takes 0.75; the pass of
+mixtures 0.8 for the 130 to 170 rows that are left open, a later one 0.05 to 0.1 where no row is; three causal rows with
+9 to 11 entries go through all four. Halves from two threads take 3.3 instead of 4.9, but a thread's start takes 0.9 and
+cold caches the rest: not done. A CPU without AVX-512 took 3.4 to 4.7, 4.5 to 5.9 times less than NumPy, earlier
+(torch's prefix there 64 to 104).
 
 What made it fast: as few readers of a lane as possible, because XLA computes it again for each; blocks so small that
 XLA splits no loop over them between threads, whose code for a part of a loop is two to ten times slower here than for
@@ -26,9 +29,10 @@ the whole; no slice of a block fused into fewer than sixteen steps, which costs 
 network by slices instead of a gather; the pass for clusters apart, which is the dearest; no pass at all where no row
 is open. The prefix took 31 ms here when it materialised its masked rows for every sum, and bisected to the last bit.
 
-By rows, length 1024: 1.5 (1024), 3.1, 5.4 to 7.0, 11 to 18 (8192). By length, 2^22 entries: 12 (256, where the
-network for 64 numbers a row weighs most), 5.4 (1024), 5.5 (4096), 5.1 to 7.5 (16384). Temporary memory 0.04 to 0.52
-of the input. `theta_exact`: 0.2 ms at support 16, 0.28 at 24, 2.1 at 32, 33 at 40.
+By rows, length 1024: 1.6 (1024), 2.5, 5.0, 11.7 (8192). By length, 2^22 entries: 10.8 (256, where the network for 64
+numbers a row weighs most), 4.7 (1024), 4.1 (4096), 4.4 (16384). Rows of at most 128 entries are sorted at once instead
+of mixed by lanes: 32,768 softmax rows of 32 take 19 to 28 instead of 90 to 157. Temporary memory 0.04 to 0.52 of the
+input. `theta_exact`: 0.2 ms at support 16, 0.2 at 24, 1.3 at 32, 22 at 40.
 """
 
 import importlib.util

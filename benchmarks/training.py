@@ -21,11 +21,16 @@ So 0.93 times the best peer at `mini` and 1.12 times at `twelve`, short of the 1
 1.33. XLA leaves the second core idle for much of an update: with one thread each, by CPU time, `mini` is 1.61 times
 GPT-2 sdpa (156 and 251 ms) and `twelve` 1.35 times (1,351 and 1,822 ms).
 
-Two idle cores of a server CPU with AVX-512, 4 rounds of 3 updates: `mini` 3,710 pre-LN and 3,409 post-LN against 4,395
-(GPT-2 sdpa), 0.84 times the best; `twelve` 1,027 and 1,003 against 1,926, 0.53 times. torch hardly loses from CPU to
-CPU, jax takes 2.5 times the CPU time at `twelve`: a third of it is in products, which jax 0.10.2 gives to YNNPACK there
-(without it, `--xla_cpu_experimental_ynn_fusion_type=`, an update takes 1.44 s instead of 1.83). Two devices
-(`--devices 2`) take 1.61 s instead of 1.83 at `twelve`, 0.250 instead of 0.284 at `mini`; without YNNPACK no less.
+Two idle cores of a server CPU with AVX-512, 3 rounds of 3 updates: `mini` 4,215 pre-LN and 3,794 post-LN against 4,683
+(GPT-2 sdpa), 0.90 times the best; `twelve` 1,826 and 1,651 against 2,106, 0.87 times, by CPU time 1.06 and 0.91. It was
+0.84 and 0.53 before attention was put in the layout that products want there: jax 0.10.2 gives products to YNNPACK on
+such CPUs, which takes five times as long for the heads' products when positions stand before heads, and takes the
+softmax's division into them. With rows normalised after the product, a derivative written out, and a causal model's
+queries in halves (a quarter less work) `twelve` takes 1.06 s instead of 1.37, old and new in turn. Products, 190 of 200
+GFLOP with what is computed again, now take most of it at 200 to 250 GFLOP/s, where NumPy's library and torch's reach
+290 to 310 on the two cores. Four parts instead of halves, GELU with its own derivative, and YNNPACK switched off
+(`--xla_cpu_experimental_ynn_fusion_type=`, 1.16 s) do not help. Two devices (`--devices 2`) take 0.19 s instead of 0.22
+at `mini`, 1.15 instead of 1.06 at `twelve`.
 
 Where the time goes (`mini`, one thread, about 170 ms; each piece timed alone, then counted): products about 62 at the
 core's peak, attention's own 22, GELU 19, softmax 17, LayerNorms 7, the optimizer 3. GELU through erf instead of erfc,
