@@ -30,7 +30,8 @@ queries in halves (a quarter less work) `twelve` takes 1.06 s instead of 1.37, o
 GFLOP with what is computed again, now take most of it at 200 to 250 GFLOP/s, where NumPy's library and torch's reach
 290 to 310 on the two cores. Four parts instead of halves, GELU with its own derivative, and YNNPACK switched off
 (`--xla_cpu_experimental_ynn_fusion_type=`, 1.16 s) do not help. Two devices (`--devices 2`) take 0.19 s instead of 0.22
-at `mini`, 1.15 instead of 1.06 at `twelve`.
+at `mini`, 1.15 instead of 1.06 at `twelve`. Three seeds in one program (vmap) take as long as one after the other at
+`mini`: 0.80 to 0.87 s against 0.81 to 0.85.
 
 Where the time goes (`mini`, one thread, about 170 ms; each piece timed alone, then counted): products about 62 at the
 core's peak, attention's own 22, GELU 19, softmax 17, LayerNorms 7, the optimizer 3. GELU through erf instead of erfc,
