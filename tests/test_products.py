@@ -185,6 +185,17 @@ def test_many_probes_and_depths_known_only_at_run_time(rng):
         assert np.isnan(one_program(probes, start, stop)).all()
 
 
+@pytest.mark.parametrize("count", [3, 11])
+def test_pulls_for_several_probes_are_those_of_each(rng, count):
+    """Fewer than go through a sublayer at a time, and more, with some left over."""
+    linked, run = programs("post")
+    probes = jnp.asarray(rng.normal(size=(count, TOKENS, WIDTH)))
+    together = jax.jit(jax.vmap(lambda u: products.pull_terms(linked, u, 1, 5)[0]))(probes)
+    for number, u in enumerate(probes):
+        for found, wanted in zip(together, run["pull_terms"](u, 1, 5)[0], strict=True):
+            np.testing.assert_allclose(found[number], wanted, rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 2), (4, 3), (0, DEPTH + 1)])
 @pytest.mark.parametrize("product", [products.push, products.pull, products.push_terms, products.pull_terms])
 def test_a_range_out_of_order_or_out_of_the_chain_is_refused(product, start, stop):
