@@ -5,17 +5,17 @@
 Every ratio is of interleaved runs in this one process (the least of each); peers that are not installed are left out.
 
 Findings (2 cores of a server CPU with AVX-512, milliseconds by the wall clock, the least of 15 rounds; all rows of all
-cases closed to 1e-6), 4096 x 1024. Times of the third of four runs; ratio: NumPy's prefix over the bracket, all four:
+cases closed to 1e-6), 4096 x 1024. Times of one run; ratio: NumPy's prefix over the bracket, median (range) of seven:
 
 | rows | bracket | NumPy's prefix | jnp.sort prefix | our prefix | ratio |
 | --- | --- | --- | --- | --- | --- |
-| s = 0.3 | 4.0 | 30.8 | 549 | 6.9 | 8.3, 7.7, 7.6, 7.6 |
-| s = 1 | 4.2 | 31.2 | 557 | 5.8 | 8.0, 7.3, 7.4, 6.5 |
-| s = 3 | 5.1 | 27.9 | 542 | 5.1 | 6.2, 5.6, 5.5, 4.6 |
-| s = 6 | 4.9 | 28.0 | 555 | 5.3 | 5.9, 6.0, 5.7, 4.8 |
-| causal | 5.2 | 28.9 | 417 | 5.6 | 4.8, 5.4, 5.5, 5.1 |
+| s = 0.3 | 4.0 | 30.8 | 549 | 6.9 | 7.6 (6.8 to 8.3) |
+| s = 1 | 4.2 | 31.2 | 557 | 5.8 | 7.4 (6.5 to 8.0) |
+| s = 3 | 5.1 | 27.9 | 542 | 5.1 | 5.7 (4.6 to 6.3) |
+| s = 6 | 4.9 | 28.0 | 555 | 5.3 | 5.7 (4.8 to 6.1) |
+| causal | 5.2 | 28.9 | 417 | 5.6 | 5.1 (4.2 to 5.5) |
 
-So 5 times is reached in all cases in most runs, not in each. That is of a call that follows another like it. The first
+So 5 times is reached in all cases, for causal rows just. That is of a call that follows another like it. The first
 call after NumPy's prefix, whose temporaries fill the caches, takes 5.6 to 6.6 (ratio 4.1 to 5.5), and more after half a
 second of jnp.sort, in parentheses in the output. Of the first pass, 2.9, reading for validity takes 0.75; the pass of
 mixtures 0.8 for the 130 to 170 rows that are left open, a later one 0.05 to 0.1 where no row is; three causal rows with
