@@ -113,6 +113,8 @@ def support(config: ModelConfig, t: int, where: Bool[Array, "*b t"] | None = Non
         seen = seen & (query - key < config.window)
     if where is None:
         return seen
+    if where.dtype != jnp.bool_ or where.shape[-1:] != (t,):
+        raise ValueError(f"where is {where.dtype}{where.shape}; bool, True for real tokens, ending in ({t},) is wanted")
     square = (1,) * where.ndim + (t, t)
     return (seen.reshape(square) & where[..., None, None, :]) | (query == key).reshape(square)
 

@@ -6,6 +6,7 @@ vector units and a GPU's threads both want.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +153,26 @@ def clusters_bounds(q: Int[Array, " n"], total: Int[Array, ""]) -> tuple[Int[Arr
     absolute value of its ends. Where numbers are equal in each cluster the two agree. Fewer cuts are made where the
     choices of k would be more than `CHOICES`.
     """
+    _, _, low, high, allowed = _cluster_sums(q)
+    away, nearest = jnp.maximum(jnp.maximum(low, -high), 0), jnp.minimum(jnp.abs(low), jnp.abs(high))
+    return tuple(jnp.min(jnp.where(allowed, end, total)) for end in (away, nearest))
+
+
+def clusters_signs(q: Int[Array, " n"], total: Int[Array, ""]) -> Int[Array, " n"]:
+    """The signs of a sorted row that attain the upper bound of `clusters_bounds`."""
+    (starts, sizes), counts, low, high, allowed = _cluster_sums(q)
+    ends = jnp.where(allowed, jnp.abs(jnp.stack([low, high])), total)
+    is_high, side, choice = jnp.unravel_index(jnp.argmin(ends), ends.shape)
+    k = counts[:, side, choice][:, None]
+    place = jnp.arange(q.shape[0], dtype=starts.dtype)[None] - starts[:, None]
+    inside = (place >= 0) & (place < sizes[:, None])
+    plus = inside & jnp.where(is_high == 1, place < k, place >= sizes[:, None] - k)
+    return jnp.where(jnp.any(plus, axis=0), 1, -1).astype(q.dtype)
+
+
+def _cluster_sums(q: Int[Array, " n"]) -> tuple[Any, ...]:
+    """For every choice of numbers of plus signs: starts and sizes of clusters, the numbers (cluster, side, choice), the
+    least and the most that the signed sum can be (side, choice), and whether it is a choice."""
     starts, sizes, choices = _clusters(q)
     sums = jnp.pad(jnp.cumsum(q, dtype=q.dtype), (1, 0))
     start, stop = starts[:, None], (starts + sizes)[:, None]
@@ -160,15 +181,15 @@ def clusters_bounds(q: Int[Array, " n"], total: Int[Array, ""]) -> tuple[Int[Arr
     most = (sums[start + k] - sums[start]) - (sums[stop] - sums[start + k])
 
     low = high = jnp.zeros(choices, q.dtype)
-    rest = jnp.arange(choices, dtype=jnp.int32)
+    rest, digits = jnp.arange(choices, dtype=jnp.int32), []
     for cluster in range(CLUSTERS - 1):
         digit, rest = rest % (sizes[cluster] + 1), rest // (sizes[cluster] + 1)
         low, high = low + least[cluster, digit], high + most[cluster, digit]
+        digits.append(jnp.stack([digit, digit]))
     above = jnp.searchsorted(most[-1], -high).astype(jnp.int32)
     sides = jnp.clip(jnp.stack([above - 1, above]), 0, sizes[-1])  # (2, choices)
     low, high = low[None] + least[-1, sides], high[None] + most[-1, sides]
-    away, nearest = jnp.maximum(jnp.maximum(low, -high), 0), jnp.minimum(jnp.abs(low), jnp.abs(high))
-    return tuple(jnp.min(jnp.where((rest == 0)[None], end, total)) for end in (away, nearest))
+    return (starts, sizes), jnp.stack([*digits, sides]), low, high, (rest == 0)[None]
 
 
 def _clusters(q: Int[Array, " n"]) -> tuple[Int[Array, " k"], Int[Array, " k"], int]:

@@ -37,10 +37,11 @@ def theta_of_subset(
 def bisect(p: Float[ArrayLike, "*rows n"], where: Bool[ArrayLike, "*rows n"] | None = None) -> Bool[Array, "*rows n"]:
     """A subset S with p(S) as near to one half as found: x = +1 on S, -1 elsewhere is the theorem's maximiser.
 
-    The best of: the sorted prefixes; all signs of the ten largest entries with the rest dealt greedily; and each of
-    those against the whole rest. On a row that `theta_bracket` closes to `tol`, `theta_of_subset(p, S)` is within `tol`
-    of theta in all our tests; the bracket is the proof. No derivative (S is discrete). An invalid row is a
-    `ValueError`, inside jit the empty set.
+    The best of: the sorted prefixes; all signs of the ten largest entries with the rest dealt greedily; each of those
+    against the whole rest; the largest entry opposite the smallest, and so on inwards; and, for rows of a few values,
+    the best numbers of each (`sens.discrepancy.clusters_bounds`). On a row that `theta_bracket` closes to `tol`,
+    `theta_of_subset(p, S)` is within `tol` of theta in all our tests; the bracket is the proof. No derivative (S is
+    discrete). An invalid row is a `ValueError`, inside jit the empty set.
 
     >>> import jax.numpy as jnp
     >>> print(bisect(jnp.array([0.4, 0.3, 0.2, 0.1])))
@@ -80,9 +81,23 @@ def _bisect_row(p: Float[Array, " n"]) -> Bool[Array, " n"]:
     differences = jnp.abs(prefix - (total - prefix))
     first = jnp.arange(n) <= jnp.argmin(differences)
 
-    best = jnp.argmin(jnp.stack([jnp.min(ends), jnp.min(apart), jnp.min(differences)]))
-    chosen = jnp.stack([greedy, against, first])[best]
+    paired, clustered = _pair_signs(q), discrepancy.clusters_signs(q, total)
+    left = [jnp.abs(jnp.sum(x * q, dtype=q.dtype)) for x in (paired, clustered)]
+
+    best = jnp.argmin(jnp.stack([jnp.min(ends), jnp.min(apart), jnp.min(differences), *left]))
+    chosen = jnp.stack([greedy, against, first, paired > 0, clustered > 0])[best]
     return jnp.zeros(n, bool).at[order].set(chosen)
+
+
+def _pair_signs(q: Int[Array, " n"]) -> Int[Array, " n"]:
+    """Signs of `discrepancy.pairs_upper`: the two of a pair differ, so that a fold is over the pairs' differences."""
+    n = q.shape[0]
+    support = jnp.sum(q > 0)
+    half, j = support // 2, jnp.arange(n)
+    partner = jnp.clip(support - 1 - j, 0, n - 1)
+    middle = jnp.where(support % 2 == 1, q[half], 0)
+    signs = _greedy_signs(jnp.where(j < half, q - q[partner], 0), middle)
+    return jnp.where(j < half, signs, jnp.where(j < support - half, jnp.ones_like(signs), -signs[partner]))
 
 
 def _greedy_signs(q: Int[Array, " m"], start: Int[Array, ""]) -> Int[Array, " m"]:

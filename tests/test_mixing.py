@@ -66,3 +66,10 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(dtype):
     values = jnp.asarray([[1.0], [3.0], [7.0]], dtype)
     np.testing.assert_array_equal(mix(scores, values), np.asarray([[1.0], [2.0]], dtype))
     np.testing.assert_array_equal(jax.jvp(mix, (scores, values), (jnp.zeros_like(scores), values))[1], [[1.0], [2.0]])
+
+
+@pytest.mark.parametrize("where", [np.ones((2, 7), int), np.ones((2, 7), np.float32), np.ones((2, 6), bool)])
+def test_a_mask_of_another_dtype_or_length_is_refused(where):
+    block = gpt.layer(random_params(PLAIN), 0)
+    with pytest.raises(ValueError, match=r"bool, True for real tokens, ending in \(7,\) is wanted"):
+        gpt.attention(PLAIN, block, stream(PLAIN, np.float32, 2), where=where)

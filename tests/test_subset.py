@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from sens import bisect, softmax, theta_bracket, theta_of_subset
+from tests.test_bracket import KINDS, rows_of
 
 
 @pytest.mark.float32
@@ -21,6 +22,18 @@ def test_subset_attains_the_bracket(rng, dtype):
     attained = theta_of_subset(p, subset, where)
     assert jnp.all(attained >= lower - 1e-6)
     assert jnp.all(attained <= upper + 1e-6)
+
+
+@pytest.mark.parametrize("n", [20, 65])
+def test_rows_of_every_kind_that_the_bracket_closes_are_bisected(rng, n):
+    """Nearly uniform rows of odd length want opposite pairs, rows of a few values the numbers of each."""
+    nearly_uniform = rng.dirichlet(np.full(n, 100.0), 100)
+    p = jnp.asarray(np.concatenate([nearly_uniform, *(rows_of(kind, 40, n, rng) for kind in KINDS)]))
+    lower, upper = theta_bracket(p)
+    closed = upper - lower <= 1e-6
+    assert jnp.mean(closed) > 0.98
+    short = jnp.where(closed, lower - theta_of_subset(p, bisect(p)), 0)
+    assert jnp.max(short) <= 1e-6
 
 
 @pytest.mark.float32
