@@ -50,9 +50,10 @@ def summaries(values: Shaped[np.ndarray, "k n"]) -> list[dict[str, Any]]:
     low, high = (np.take_along_axis(ordered, at, axis=-1) for at in (below, np.minimum(below + 1, last)))
     between = np.subtract(high, low, out=np.zeros_like(low), where=(high > low) & (place > below)) * (place - below)
     means = np.nansum(ordered, axis=-1) / np.maximum(count, 1)
+    numbers = np.column_stack([means, low + between]).tolist()
     return [
-        {"count": int(n), **dict(zip(STATISTICS, map(float, (mean, *quantiles)) if n else (None,) * 8, strict=True))}
-        for n, mean, quantiles in zip(count, means, low + between, strict=True)
+        {"count": int(n), **(dict(zip(STATISTICS, row, strict=True)) if n else dict.fromkeys(STATISTICS))}
+        for n, row in zip(count, numbers, strict=True)
     ]
 
 

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from models.config import ModelConfig
+from models.mixing import mix
 from models.sharding import constrain
 
 
@@ -136,27 +137,6 @@ def rotate(config: ModelConfig, x: Float[Array, "*b t h c"]) -> Float[Array, "*b
 def heads_first(x: Float[Array, "*b t h c"]) -> Float[Array, "*b h t c"]:
     """Swap positions and heads, or back: on a CPU a product of matrices wants both of its axes last."""
     return jnp.swapaxes(x, -3, -2)
-
-
-@jax.custom_jvp
-def mix(scores: Float[Array, "*b q k"], values: Float[Array, "*b k c"]) -> Float[Array, "*b q c"]:
-    """`softmax(scores) values`, divided by the rows' sums after the product, which has fewer entries than the rows.
-
-    The derivative is that of the softmax, `dp = p (ds - sum p ds)`: left to itself the derivative of the quotient
-    takes up to twice as long.
-    """
-    powers = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-    product = jnp.einsum("...qk,...kc->...qc", powers.astype(values.dtype), values, preferred_element_type=scores.dtype)
-    return (product / jnp.sum(powers, axis=-1, keepdims=True)).astype(values.dtype)
-
-
-@mix.defjvp
-def _(primals, tangents):
-    (scores, values), (d_scores, d_values) = primals, tangents
-    p = jax.nn.softmax(scores, axis=-1)
-    d_p = p * (d_scores - jnp.sum(p * d_scores, axis=-1, keepdims=True))
-    d_product = jnp.einsum("...qk,...kc->...qc", d_p.astype(values.dtype), values)
-    return mix(scores, values), d_product + jnp.einsum("...qk,...kc->...qc", p.astype(values.dtype), d_values)
 
 
 class Attention(nnx.Module):

@@ -194,7 +194,10 @@ def pull_terms(
 
 
 class _Maps(NamedTuple):
-    """A sublayer linearised at its point: pushes ``branch(v)``, ``join(v, b)``, or pulls ``branch(c)``, ``join(c)``."""
+    """A sublayer linearised at its point: pushes ``branch(v)``, ``join(v, b)``, or pulls ``branch(c)``, ``join(c)``.
+
+    In `pull_terms` `branch` pulls several cotangents, stacked.
+    """
 
     branch: Callable[..., Any]
     join: Callable[..., Any]

@@ -3,6 +3,7 @@
 `make test` runs two legs: JAX_ENABLE_X64=1 over everything, JAX_ENABLE_X64=0 over the tests marked `float32`.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,17 @@ def corpus(tmp_path_factory) -> Path:
     from tests.trained import write_corpus
 
     return write_corpus(tmp_path_factory.mktemp("text") / "corpus.txt")
+
+
+@pytest.fixture
+def numbers(tmp_path) -> Path:
+    """A data set of 1000 byte tokens in several shards: 100 documents "aa.....a" of 9 letters and an end each."""
+    from train.data import prepare
+
+    source = tmp_path / "numbers.jsonl"
+    source.write_text("".join(json.dumps({"text": chr(97 + i % 26) * 9}) + "\n" for i in range(100)))
+    prepare(str(source), "bytes", tmp_path / "numbers", shard_bytes=128)
+    return tmp_path / "numbers"
 
 
 @pytest.fixture(scope="session")

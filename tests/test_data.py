@@ -9,7 +9,6 @@ import math
 import resource
 import shutil
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,14 +36,6 @@ def windows_of(dataset: TokenDataset) -> list[np.ndarray]:
 
 def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-@pytest.fixture
-def numbers(tmp_path: Path) -> Path:
-    """A data set of 1000 byte tokens in several shards: 100 documents "aa.....a" of 9 letters and an end each."""
-    source = write(tmp_path / "numbers.jsonl", [chr(97 + i % 26) * 9 for i in range(100)])
-    prepare(source, "bytes", tmp_path / "numbers", shard_bytes=128)
-    return tmp_path / "numbers"
 
 
 @settings(deadline=None, max_examples=40)
@@ -125,11 +116,6 @@ def test_windows_cover_the_stream_and_wrap_around(
             dataset[index]
 
 
-def readers() -> int:
-    """Threads that read ahead."""
-    return sum("prefetch" in thread.name for thread in threading.enumerate())
-
-
 def take(source: TokenDataset, count: int, **options) -> list[np.ndarray]:
     with contextlib.closing(batches(source, **options)) as iterator:
         return list(itertools.islice(iterator, count))
@@ -168,46 +154,6 @@ def test_resuming_continues_the_order(numbers: Path, data_seed: int | None):
         assert iterator.get_state() == {"next_index": 17}
         iterator.set_state({"next_index": 3})
         np.testing.assert_array_equal(next(iterator), whole[3])
-
-
-class Watched(TokenDataset):
-    """Says when a window has been read, and fails at one that it is told to."""
-
-    def __init__(self, directory: Path, context: int, failing: int = -1) -> None:
-        super().__init__(directory, context)
-        self.failing, self.done = failing, {index: threading.Event() for index in range(len(self))}
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        if index == self.failing:
-            raise DataError(f"window {index} is damaged")
-        self.done[index].set()
-        return super().__getitem__(index)
-
-
-def test_the_next_batch_is_read_ahead_and_the_state_is_that_of_the_last_one_taken(numbers: Path):
-    source = Watched(numbers, 16)
-    with contextlib.closing(batches(source, micro_batch=2, accumulation=2)) as iterator:
-        first = next(iterator)
-        assert source.done[7].wait(30)  # the second batch's last window, which nobody asked for yet
-        assert iterator.get_state() == {"next_index": 1}
-        second = next(iterator)
-        assert iterator.get_state() == {"next_index": 2}
-        assert readers() == 1
-        iterator.set_state({"next_index": 1})  # what was read ahead is not what comes next now
-        np.testing.assert_array_equal(next(iterator), second)
-    assert readers() == 0
-    assert not np.array_equal(first, second)
-    assert not source.done[40].is_set()  # and no more than that is read ahead
-
-
-def test_what_fails_while_reading_ahead_fails_where_it_is_due(numbers: Path):
-    with contextlib.closing(batches(Watched(numbers, 16, failing=9), micro_batch=2, accumulation=2)) as iterator:
-        next(iterator)
-        next(iterator)
-        with pytest.raises(DataError, match="window 9 is damaged"):
-            next(iterator)
-        assert iterator.get_state() == {"next_index": 2}
-    assert readers() == 0
 
 
 @pytest.mark.parametrize("data_seed", [None, 0])

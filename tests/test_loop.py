@@ -7,7 +7,6 @@ import json
 import shutil
 import signal
 import struct
-import threading
 
 import jax
 import numpy as np
@@ -19,7 +18,7 @@ from analysis import records
 from analysis.attention import measure_rows, record_rows, sampled_layers
 from analysis.layers import measure_layers, record_layers
 from models import gpt
-from tests.trained import contents, final_state, recorded, tiny
+from tests.trained import contents, final_state, readers, recorded, tiny
 from train import checkpoint, loop, step
 from train.data import TokenDataset
 from train.files import DataError
@@ -218,9 +217,6 @@ def interrupt_at(update: int):
 
 @pytest.mark.parametrize(("stop", "error"), [(crash_at(3), CrashError), (interrupt_at(3), loop.Interrupted)])
 def test_the_thread_that_reads_ahead_ends_with_the_run(tmp_path, finished, corpus, stop, error):
-    def readers() -> int:
-        return sum("prefetch" in thread.name for thread in threading.enumerate())
-
     seen = []
 
     def on_update(now: loop.Progress) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models import gpt
-from models.layers import mix
+from models.mixing import mix
 from tests.test_gpt import SMALL, random_params, stream
 
 PLAIN = dataclasses.replace(SMALL, n_layer=1, placement="post")  # attention sees the stream as it is

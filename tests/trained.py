@@ -5,6 +5,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,8 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Exit status, output and error output."""
     out, err = process.communicate(timeout=300)
     return process.returncode, out, err
+
+
+def readers() -> int:
+    """Threads that read batches ahead."""
+    return sum("prefetch" in thread.name for thread in threading.enumerate())
