@@ -3,6 +3,7 @@
 Everything is measured in evaluation mode: with dropout on the attention weights a row is no longer a distribution.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -62,15 +63,17 @@ def summarise(values: np.ndarray) -> dict[str, Any]:
     return summaries(values.reshape(1, -1))[0]
 
 
-def by_head(values: Shaped[np.ndarray, "s h t"]) -> Iterator[tuple[int | None, dict[str, Any]]]:
-    """Summaries pooled over heads (None), and of each head."""
-    yield None, summarise(values)
-    yield from enumerate(summaries(np.moveaxis(values, 1, 0).reshape(values.shape[1], -1)))
+def by_head(values: Shaped[np.ndarray, "k s h t"]) -> list[list[tuple[int | None, dict[str, Any]]]]:
+    """Of each of k arrays, summaries pooled over heads (None), and of each head: two sorts in all."""
+    k, _, h, _ = values.shape
+    pooled = summaries(values.reshape(k, -1))
+    heads = summaries(np.moveaxis(values, 2, 1).reshape(k * h, -1))
+    return [[(None, pooled[i]), *enumerate(heads[i * h : (i + 1) * h])] for i in range(k)]
 
 
 def record_rows(update: int, layers: Sequence[int], rows: Rows) -> Iterator[dict[str, Any]]:
     """The lines of the attention table: per layer and quantity, pooled over heads (head null) and for each head."""
-    for quantity in QUANTITIES:
-        for layer, values in zip(layers, np.asarray(rows[quantity]), strict=True):
-            for head, summary in by_head(values):
-                yield {"update": update, "layer": layer, "head": head, "quantity": quantity, **summary}
+    values = np.concatenate([rows[quantity] for quantity in QUANTITIES])
+    for (quantity, layer), heads in zip(itertools.product(QUANTITIES, layers), by_head(values), strict=True):
+        for head, summary in heads:
+            yield {"update": update, "layer": layer, "head": head, "quantity": quantity, **summary}

@@ -297,7 +297,7 @@ def record(inspection: Inspection) -> Iterator[dict[str, Any]]:
     """
     for quantity in QUANTITIES:
         for layer, values in enumerate(inspection.rows[quantity]):
-            for head, summary in by_head(values):
+            for head, summary in by_head(values[None])[0]:
                 yield {"layer": layer, "head": head, "quantity": quantity, **summary}
     for quantity, values in inspection.layers.items():
         for layer, value in enumerate(values):

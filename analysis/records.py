@@ -15,8 +15,8 @@
       probe/            what was measured offline on a checkpoint (written by `sens probe`)
 
 Every table reads in one line: ``polars.read_ndjson(path)`` or ``pandas.read_json(path, lines=True)``.
-Updates count from 1; what is recorded at update ``u`` about parameters is measured after ``u`` updates, on the last
-micro-batch of update ``u``, so that it can be measured again from a checkpoint of the same number.
+Updates count from 1; what is recorded at update ``u`` about parameters is measured after ``u`` updates, on sequences of
+the last micro-batch of update ``u``, so that it can be measured again from a checkpoint of the same number.
 """
 
 import dataclasses

@@ -121,7 +121,7 @@ def _bracket(alphas: Array, betas: Array, k: Array, log_delta: float) -> tuple[A
     diagonal = alphas**2 + betas[:-1] ** 2  # T = BᵀB for the bidiagonal B of alphas and betas
     off = alphas * betas[1:]
     above = jnp.concatenate([jnp.zeros_like(off[:1]), off[:-1]])
-    grid = jnp.linspace(0, 1, 512, dtype=alphas.dtype)[:, None]
+    grid = jnp.linspace(0, 1, 32, dtype=alphas.dtype)[:, None]
     wanted = jnp.array([[-jnp.inf, -log_delta]], alphas.dtype)  # of the largest log p_j: nothing, or 1/delta
 
     def narrow(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -145,7 +145,7 @@ def _bracket(alphas: Array, betas: Array, k: Array, log_delta: float) -> tuple[A
     near = diagonal.max() * (1 - 4 * float(jnp.finfo(alphas.dtype).eps))
     far = 2 * (diagonal.max() + off.max()) * math.exp(-log_delta)
     ends = jnp.full((1, 2), near), jnp.full((1, 2), far)
-    passes = 3 if alphas.dtype == jnp.float32 else 6  # 511-fold each: to a unit in the last place or so
+    passes = 6 if alphas.dtype == jnp.float32 else 12  # 31-fold each: to a unit in the last place or so
     _, high = jax.lax.fori_loop(0, passes, narrow, ends)
     ritz, bound = jnp.sqrt(jnp.where(near > 0, high[0], near))
     return ritz, bound

@@ -89,18 +89,19 @@ def test_killed_and_stopped_a_run_of_two_processes_ends_with_the_same_bits(tmp_p
     shutil.copytree(killed.parent / "data", tmp_path / "data")
     shutil.copytree(killed, run)
 
-    # SIGTERM to either: both stop after the same update, saved.
-    pair = start_two(corpus, run)
-    begun = lines(run)
-    until(pair, lambda: begun < lines(run) or (lines(run) < begun and lines(run) > 22))
-    pair[1].send_signal(signal.SIGTERM)
-    ends = [finish(process) for process in pair]
-    update = lines(run)
-    if update < 60:  # else it was finished before the word went round
-        assert [status for status, _, _ in ends] == [75, 75], ends
-        wanted = f"sens: stopped by SIGTERM after update {update}; the same command continues\n"
-        assert [said(err) for _, _, err in ends] == [wanted, wanted]
-        assert str(update) in {path.name for path in (run / "checkpoints").iterdir()}
+    # SIGTERM or Ctrl-C to either: both stop after the same update, saved.
+    for index, signum in ((1, signal.SIGTERM), (0, signal.SIGINT)):
+        pair = start_two(corpus, run)
+        begun = lines(run)
+        until(pair, lambda begun=begun: begun < lines(run) or (lines(run) < begun and lines(run) > 22))
+        pair[index].send_signal(signum)
+        ends = [finish(process) for process in pair]
+        update = lines(run)
+        if update < 60:  # else it was finished before the word went round
+            assert [status for status, _, _ in ends] == [75, 75], ends
+            wanted = f"sens: stopped by SIGTERM after update {update}; the same command continues\n"
+            assert [said(err) for _, _, err in ends] == [wanted, wanted]
+            assert str(update) in {path.name for path in (run / "checkpoints").iterdir()}
 
     for status, _, err in map(finish, start_two(corpus, run, slurm=True)):
         assert status == 0, err

@@ -68,6 +68,7 @@ TRAIN: dict[str, tuple[str, Any]] = {
     "flash": ("true", True),
     "attention_every": ("3", 3),
     "layers_every": ("4", 4),
+    "telemetry_sequences": ("5", 5),
     "probe_every": ("6", 6),
     "bounds_every": ("8", 8),
     "checkpoint_every": ("9", 9),

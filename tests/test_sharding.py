@@ -8,12 +8,14 @@ import sys
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from models import ModelConfig, gpt
-from models.sharding import PARAMETERS, stored
+from models.sharding import AXES, PARAMETERS, stored
 from tests.trained import ROOT
-from train import sharding
+from train import sharding, telemetry
 from train.config import TrainConfig
 from train.presets import PRESETS, RunConfig
 from train.sharding import MeshError, MeshShape
@@ -162,3 +164,31 @@ def test_attention_is_split_by_head_and_the_ffn_by_width(measured):
 def test_telemetry_of_a_split_model_is_that_of_one_device(measured):
     assert {"entropy", "p_max", "lower", "upper"} <= measured["telemetry"].keys()
     assert max(measured["telemetry"].values()) < 1e-5
+
+
+# What is measured during training.
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shape", "processes", "measured"),
+    [
+        (4, (1, 1, 1), 1, [0, 4, 8, 12]),
+        (4, (2, 2, 2), 2, [0, 4, 8, 12]),
+        (4, (1, 4, 1), 4, [0, 4, 8, 12]),
+        (4, (4, 2, 1), 4, [0, 2, 4, 6, 8, 10, 12, 14]),  # one in each part
+        (3, (1, 1, 1), 1, [0, 5, 10]),
+        (3, (2, 1, 1), 2, [0, 4, 8, 12]),
+        (99, (2, 1, 1), 2, list(range(16))),
+    ],
+)
+def test_telemetry_measures_the_same_sequences_on_every_mesh_whose_parts_divide_them(
+    wanted, shape, processes, measured
+):
+    train = dataclasses.replace(CONFIG.train, micro_batch=16, telemetry_sequences=wanted)
+    mesh = AbstractMesh(shape, AXES)
+    parts = [
+        telemetry.sampled_sequences(RunConfig(CONFIG.model, train), mesh, part)
+        for part in np.split(np.arange(16), processes)
+    ]
+    assert np.concatenate([own for own, _ in parts]).tolist() == measured
+    assert {of_all for _, of_all in parts} == {len(measured)}

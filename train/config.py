@@ -51,6 +51,9 @@ class TrainConfig:
     """Updates between attention statistics (also at the first and the last)."""
     layers_every: int = 50
     """Updates between per-layer figures: norms of gradients and projections, LayerNorm gains (also first and last)."""
+    telemetry_sequences: int = 4
+    """Sequences of an update's last micro-batch on which both are measured, spread evenly over it; all if it has fewer.
+    A mesh of more parts measures one in each."""
     probe_every: int = 0
     """Updates between probes of products through depth (also first and last), a few updates each; 0 for none."""
     bounds_every: int = 0
@@ -63,7 +66,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         cadences = ("attention_every", "layers_every", "checkpoint_every")
-        for name in ("updates", "micro_batch", "accumulation", *cadences, "keep"):
+        for name in ("updates", "micro_batch", "accumulation", *cadences, "telemetry_sequences", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.warmup < self.updates:

@@ -194,17 +194,21 @@ def _failed_writes(run: Path) -> Iterator[None]:
 def _signals() -> Iterator[list[int]]:
     """Ctrl-C and SIGTERM noted down, to be acted on between two updates; a second one acts at once.
 
-    Of several processes any may get a SIGTERM: JAX's own handler, which tells the others, is left in place.
+    Of several processes any may get a SIGTERM: JAX's own handler, which tells the others, is left in place, and a
+    Ctrl-C passed on to it.
     """
     received: list[int] = []
     previous = {}
 
     def note(signum: int, _frame: Any) -> None:
-        received.append(signum)
         for number, handler in previous.items():
             signal.signal(number, handler)
+        if processes.several():
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            received.append(signum)
 
-    for number in () if processes.several() else (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT,) if processes.several() else (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(ValueError):  # not in the main thread: whoever runs us handles signals
             previous[number] = signal.signal(number, note)
     try:

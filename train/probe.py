@@ -50,7 +50,7 @@ def load(run: Path, update: int | None = None) -> tuple[RunConfig, gpt.Params, i
 
 
 def last_micro_batch(config: RunConfig, dataset: TokenDataset, update: int) -> np.ndarray:
-    """Its inputs alone: what the telemetry of that update was measured on."""
+    """Its inputs alone: some of these sequences are what the telemetry of that update was measured on."""
     return last_sequences(config, dataset, update)[:, :-1]
 
 

@@ -1,20 +1,24 @@
-"""What is measured on the model during training, at its cadences, in evaluation mode on the update's last micro-batch.
+"""What is measured on the model during training, at its cadences, in evaluation mode.
+
+It is measured on some sequences of the update's last micro-batch (`TrainConfig.telemetry_sequences`).
 
 Attention rows and figures of layers are measured on the mesh and fetched later, when the next update is under way.
 Products through depth and bounds take many updates' time: they are measured at once, on one device.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from analysis.attention import measure_rows, record_rows, sampled_layers
 from analysis.layers import measure_layers, record_layers
 from models import ModelConfig
+from models.sharding import BATCH
 from train import processes, sharding
 from train.bounds import bound_lines
 from train.data import TokenDataset, batches
@@ -32,12 +36,24 @@ def due(update: int, every: int, last: int, *, first: bool = True) -> bool:
 def start(config: RunConfig, mesh: Mesh, update: int, params: Any, sequences: np.ndarray) -> dict[str, Any]:
     """Begin to measure what is due, by table, on this process's part of a micro-batch; nothing is waited for."""
     settings, begun = config.train, {}
-    tokens = functools.partial(sharding.place, mesh, sequences[:, :-1], settings.micro_batch)
+    measured, of_all = sampled_sequences(config, mesh, sequences)
+    tokens = functools.partial(sharding.place, mesh, measured[:, :-1], of_all)
     if due(update, settings.attention_every, settings.updates):
         begun["attention"] = jitted_rows(config.model, sampled_layers(config.model.n_layer), mesh)(params, tokens())
     if due(update, settings.layers_every, settings.updates):
         begun["layers"] = _jitted_layers(config.model, mesh)(params, tokens())
     return begun
+
+
+def sampled_sequences(config: RunConfig, mesh: Mesh | AbstractMesh, sequences: np.ndarray) -> tuple[np.ndarray, int]:
+    """Which of this process's sequences of a micro-batch are measured, and how many all processes measure.
+
+    The same ones on every mesh whose batch parts divide their number.
+    """
+    micro_batch, parts = config.train.micro_batch, math.prod(mesh.shape[axis] for axis in BATCH)
+    of_all = min(parts * math.ceil(config.train.telemetry_sequences / parts), micro_batch)
+    own = of_all * len(sequences) // micro_batch
+    return sequences[np.arange(own) * len(sequences) // own], of_all
 
 
 def finish(
