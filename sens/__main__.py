@@ -66,8 +66,8 @@ def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> 
         from analysis.rows import RowsError
         from models.pretrained import ModelError
         from train.checkpoint import CheckpointError
-        from train.files import DataError
-        from train.loop import Interrupted, RunWarning, TrainingError
+        from train.files import DataError, RunWarning
+        from train.loop import Interrupted, TrainingError
         from train.processes import ProcessError
         from train.sharding import MeshError
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from train import data
 from train.data import TokenDataset, batches, prepare
-from train.files import DataError
+from train.files import DataError, RunWarning
 from train.text import open_source
 from train.tokenizer import train
 
@@ -202,6 +202,22 @@ def test_another_source_or_tokenizer_is_refused(numbers: Path):
     write(Path(source), ["changed"])
     with pytest.raises(DataError, match="already holds"):
         prepare(source, "bytes", numbers)
+
+
+def test_a_finished_data_set_does_without_its_source_but_not_another_nor_an_unfinished_one(numbers: Path):
+    source = numbers.parent / "numbers.jsonl"
+    index = prepare(str(source), "bytes", numbers)
+    source.unlink()
+    with pytest.warns(RunWarning, match=r"numbers\.jsonl: no such file .*; what was made of it in .*numbers is used"):
+        assert prepare(str(source), "bytes", numbers) == index
+    before = files(numbers)
+    for arguments in ((str(source), "bpe:260"), (str(source) + "x", "bytes")):
+        with pytest.raises(DataError, match=r"numbers\.jsonlx?: no such file"):
+            prepare(*arguments, numbers)
+    assert files(numbers) == before
+    (numbers / "index.json").rename(numbers / "unfinished.json")
+    with pytest.raises(DataError, match=r"numbers\.jsonl: no such file"):
+        prepare(str(source), "bytes", numbers)
 
 
 def test_a_directory_with_other_files_is_refused_and_kept(tmp_path: Path):

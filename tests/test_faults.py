@@ -20,8 +20,8 @@ from tests.test_data import file_size_limit
 from tests.trained import contents, final_state, finish, recorded, start, tiny
 from train import checkpoint, loop
 from train.checkpoint import DAMAGED, UNFINISHED
-from train.files import DataError
-from train.loop import RunWarning, TrainingError, train
+from train.files import DataError, RunWarning
+from train.loop import TrainingError, train
 from train.presets import RunConfig
 
 SETTINGS: dict[str, Any] = {"updates": 300, "checkpoint_every": 10, "attention_every": 150, "layers_every": 300}

@@ -1,5 +1,6 @@
 """Sources behind a URL: the same documents and data sets as from a directory, by ranges only, refused in one line."""
 
+import contextlib
 import hashlib
 import io
 import json
@@ -20,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.hub import FINEWEB, Hub, serving
 from train.data import prepare
-from train.files import DataError
+from train.files import DataError, RunWarning
 from train.text import open_source
 
 DOCUMENTS = [f"{i:03d} {'some words ' * (i % 7)}" for i in range(200)]
@@ -273,6 +274,14 @@ def test_a_connection_that_is_lost_keeps_what_is_done(web, watched, tmp_path: Pa
 # The hub.
 
 
+@contextlib.contextmanager
+def nowhere() -> Iterator[str]:
+    """An address that is bound and not listened at: whoever connects is turned away."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     monkeypatch.setattr(Hub, "files", {f"sample/10BT/{name}": content for name, content in FILES.items()})
@@ -312,6 +321,15 @@ def test_a_file_that_changed_on_the_hub_is_refused(hub, tmp_path: Path):
     assert prepare(url, "bytes", tmp_path / "out", shard_bytes=1000).documents == len(DOCUMENTS)
 
 
+def test_a_finished_data_set_does_without_the_hub(hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    url = f"hf://{FINEWEB}/sample/10BT"
+    index = prepare(url, "bytes", tmp_path / "out")
+    with nowhere() as address:
+        monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": address, "token": False})
+        with pytest.warns(RunWarning, match=r"10BT: cannot be reached \(ConnectError.*\); .* what was made of it in"):
+            assert prepare(url, "bytes", tmp_path / "out") == index
+
+
 # What is refused, in one line and with status 2.
 
 
@@ -333,9 +351,7 @@ def test_what_the_hub_does_not_have(hub, refused, path: str):
 
 
 def test_a_hub_that_cannot_be_reached(refused, monkeypatch: pytest.MonkeyPatch):
-    with socket.socket() as free:  # bound and not listening: whoever connects is turned away
-        free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with nowhere() as address:
         monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": address, "token": False})
         refused(
             f"hf://{FINEWEB}/sample/10BT",

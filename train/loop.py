@@ -22,15 +22,11 @@ from train import checkpoint, directory, processes, sharding, step, telemetry
 from train.config import TrainConfig
 from train.data import TokenDataset, batches, prepare
 from train.events import open_events
-from train.files import DataError
+from train.files import DataError, RunWarning
 from train.flops import peak_tflops as known_peak
 from train.presets import RunConfig
 from train.recording import Progress, Recorder, TrainingError, UnderWay
 from train.sharding import MeshShape
-
-
-class RunWarning(UserWarning):
-    """Something was wrong and was put right: what, and how."""
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the run is saved and can be continued
@@ -64,7 +60,8 @@ def train(
 
     Raises `MeshError`, `RecordError` (a directory of something else or of another configuration, no space),
     `DataError`, `CheckpointError`, `TrainingError` (a non-finite loss or gradient, a write that failed), `Interrupted`
-    (a signal; the state is saved). Warns with `RunWarning` of a damaged checkpoint that was set aside.
+    (a signal; the state is saved). Warns with `RunWarning` of a damaged checkpoint that was set aside, and of text that
+    is gone after it was prepared.
     """
     devices = sharding.make(sharding.chosen(mesh, config))
     dataset = open_data(config, data)

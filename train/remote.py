@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from train.files import DataError, File, kind_of, of_one_kind
+from train.files import DataError, File, SourceGoneError, kind_of, of_one_kind
 
 _TAGS = ("blob_id", "xet_hash", "md5Hash", "ETag", "etag")
 """Where stores say which content a file has, the best first: the hub's hash of a git or LFS object, its hash of chunks,
@@ -33,14 +33,14 @@ def remote(url: str) -> tuple[str, list[File]]:
     try:
         named, found = _found(store, path)
     except FileNotFoundError as error:
-        raise DataError(f"{url}: no such file or directory") from error
+        raise SourceGoneError(f"{url}: no such file or directory") from error
     except Exception as error:  # every store raises errors of its own
-        raise DataError(
+        raise SourceGoneError(
             f"{url}: cannot be reached ({_said(error)}); remedy: check the connection and the URL,"
             " or copy the files here and name their directory"
         ) from error
     if not found:
-        raise DataError(f"{url}: no such file or directory")
+        raise SourceGoneError(f"{url}: no such file or directory")
     files = [_file(store, key, info) for key, info in found]
     # A link to one file may end with a query.
     return (kind_of(path.partition("?")[0]), files) if named else of_one_kind(url, files)
