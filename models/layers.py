@@ -40,12 +40,13 @@ def gelu(x: Float[Array, "*shape"], *, approximate: bool) -> Float[Array, "*shap
     """`x Phi(x) = x (1 + erf(x / sqrt 2)) / 2`, or its tanh form.
 
     Through erf, as published models were trained. `jax.nn.gelu` goes through erfc, which keeps digits of values that
-    are nearly zero at two to three times the cost on a CPU.
+    are nearly zero at two to three times the cost on a CPU. Rounded once, at the end.
     """
+    wide = x.astype(accumulator(x.dtype))
     if approximate:
-        return jax.nn.gelu(x, approximate=True)
-    one, half, scale = (jnp.asarray(value, x.dtype) for value in (1, 0.5, math.sqrt(0.5)))
-    return half * x * (one + jax.lax.erf(scale * x))
+        return jax.nn.gelu(wide, approximate=True).astype(x.dtype)
+    one, half, scale = (jnp.asarray(value, wide.dtype) for value in (1, 0.5, math.sqrt(0.5)))
+    return (half * wide * (one + jax.lax.erf(scale * wide))).astype(x.dtype)
 
 
 class Linear(nnx.Module):
@@ -72,8 +73,9 @@ class Norm(nnx.Module):
     """LayerNorm or RMSNorm over the last axis.
 
     LayerNorm is `gamma (x - mu) / sigma + beta` with `sigma = sqrt(var + eps)`, population variance; RMSNorm is
-    `gamma x / sigma` with `sigma = sqrt(mean(x^2) + eps)`. Statistics are float32 at least and the variance is that of
-    the centred input. (Flax's own layers promote dtypes implicitly, which strict promotion refuses.)
+    `gamma x / sigma` with `sigma = sqrt(mean(x^2) + eps)`. All of it is float32 at least, rounded once at the end, and
+    the variance is that of the centred input. (Flax's own layers promote dtypes implicitly, which strict promotion
+    refuses.)
     """
 
     def __init__(self, config: ModelConfig):
@@ -95,11 +97,11 @@ class Norm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         wide = x.astype(accumulator(x.dtype))
-        one_each = (1,) * (x.ndim - 1) + (-1,)
+        across = lambda parameter: parameter[...].astype(wide.dtype).reshape((1,) * (x.ndim - 1) + (-1,))  # noqa: E731
         if self.config.norm == "rms":
-            return (wide / self.sigma(wide)).astype(x.dtype) * self.scale[...].reshape(one_each)
+            return (wide / self.sigma(wide) * across(self.scale)).astype(x.dtype)
         normalised = (wide - jnp.mean(wide, axis=-1, keepdims=True)) / self.sigma(wide)
-        return normalised.astype(x.dtype) * self.scale[...].reshape(one_each) + self.bias[...].reshape(one_each)
+        return (normalised * across(self.scale) + across(self.bias)).astype(x.dtype)
 
 
 def support(config: ModelConfig, t: int, where: Bool[Array, "*b t"] | None = None) -> Bool[Array, "*b_1 t t"]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models import ModelConfig, gpt
-from models.layers import dropout
+from models.layers import Norm, dropout, gelu
 from tests import reference
 from train.presets import PRESETS
 
@@ -360,6 +360,18 @@ def test_bfloat16_follows_float32(config):
     assert states.dtype == jnp.bfloat16
     rows = jax.eval_shape(functools.partial(gpt.attention_weights, config), gpt.layer(half, 0), states)
     assert rows.dtype == np.float32
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_gelu_and_norms_of_bfloat16_are_those_of_float32_rounded_once(norm):
+    x = jax.random.normal(jax.random.key(0), (50, SMALL.d_model), jnp.bfloat16) * jnp.bfloat16(3)
+    for approximate in (False, True):
+        whole = gelu(x.astype(jnp.float32), approximate=approximate)
+        np.testing.assert_array_equal(gelu(x, approximate=approximate), whole.astype(jnp.bfloat16))
+    module = Norm(dataclasses.replace(SMALL, norm=norm))
+    module.scale[...] = jnp.linspace(0.5, 2, SMALL.d_model, dtype=jnp.float32)
+    whole = module(x.astype(jnp.float32))
+    np.testing.assert_array_equal(module(x), whole.astype(jnp.bfloat16))
 
 
 def test_more_tokens_than_positions_are_refused(config):
