@@ -35,14 +35,20 @@ def softmax(
     u = checks.as_float(u, "u")
     tau = _temperature(tau, u.dtype)
     mask = checks.as_mask(where, u.shape)
-    if mask is not None and not checks.is_traced(mask) and not np.asarray(mask).any(-1).all():
-        row = tuple(int(i) for i in np.argwhere(~np.asarray(mask).any(-1))[0])
-        raise ValueError(f"row {row}: empty support (`where` is False along the whole row)")
     support = u != -jnp.inf if mask is None else mask & (u != -jnp.inf)
+    _refuse_empty(support, mask)
     # Twice-where: an entry outside the support never meets an infinity, so no 0 * inf in the derivative.
     top = lax.stop_gradient(jnp.max(u, axis=-1, keepdims=True, where=support, initial=-jnp.inf))
     weights = jnp.where(support, jnp.exp(jnp.where(support, u - top, 0) / tau), 0)
     return weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
+def _refuse_empty(support: Bool[Array, "*rows n"], mask: Bool[Array, "*rows n"] | None) -> None:
+    """Name the first row without support; inside a transformation, where it is not known, nothing."""
+    for seen, why in ((mask, "`where` is False along the whole row"), (support, "no entry in it is above -inf")):
+        if seen is not None and not checks.is_traced(seen) and (empty := ~np.asarray(jnp.any(seen, axis=-1))).any():
+            row = tuple(int(i) for i in np.argwhere(empty)[0])
+            raise ValueError(f"row {row}: empty support ({why})")
 
 
 def softmax_jacobian(

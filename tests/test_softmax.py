@@ -78,6 +78,9 @@ def test_infinite_and_extreme_logits(dtype):
 def test_softmax_bad_input():
     with pytest.raises(ValueError, match=r"row \(1,\): empty support"):
         softmax(jnp.zeros((2, 2)), where=np.array([[True, True], [False, False]]))
+    for where in (None, np.array([[True, True], [True, False]])):
+        with pytest.raises(ValueError, match=r"row \(1,\): empty support \(no entry in it is above -inf\)"):
+            softmax(jnp.array([[0.0, 1.0], [-jnp.inf, -jnp.inf if where is None else 0.0]]), where=where)
     with pytest.raises(ValueError, match="tau = 0"):
         softmax(jnp.zeros(2), 0.0)
     with pytest.raises(TypeError, match="int"):
