@@ -21,17 +21,29 @@ So 0.93 times the best peer at `mini` and 1.12 times at `twelve`, short of the 1
 1.33. XLA leaves the second core idle for much of an update: with one thread each, by CPU time, `mini` is 1.61 times
 GPT-2 sdpa (156 and 251 ms) and `twelve` 1.35 times (1,351 and 1,822 ms).
 
-Two idle cores of a server CPU with AVX-512, 3 rounds of 3 updates: `mini` 4,215 pre-LN and 3,794 post-LN against 4,683
-(GPT-2 sdpa), 0.90 times the best; `twelve` 1,826 and 1,651 against 2,106, 0.87 times, by CPU time 1.06 and 0.91. It was
-0.84 and 0.53 before attention was put in the layout that products want there: jax 0.10.2 gives products to YNNPACK on
-such CPUs, which takes five times as long for the heads' products when positions stand before heads, and takes the
-softmax's division into them. With rows normalised after the product, a derivative written out, and a causal model's
-queries in halves (a quarter less work) `twelve` takes 1.06 s instead of 1.37, old and new in turn. Products, 190 of 200
-GFLOP with what is computed again, now take most of it at 200 to 250 GFLOP/s, where NumPy's library and torch's reach
-290 to 310 on the two cores. Four parts instead of halves, GELU with its own derivative, and YNNPACK switched off
-(`--xla_cpu_experimental_ynn_fusion_type=`, 1.16 s) do not help. Two devices (`--devices 2`) take 0.19 s instead of 0.22
-at `mini`, 1.15 instead of 1.06 at `twelve`. Three seeds in one program (vmap) take as long as one after the other at
-`mini`: 0.80 to 0.87 s against 0.81 to 0.85.
+Two idle cores of a server CPU with AVX-512 and AMX, 3 rounds of 3 updates: `mini` 5,141 pre-LN and 4,844 post-LN
+against 6,415 (GPT-2 sdpa), 0.80 times the best; `twelve` 2,169 and 2,076 against 2,854, 0.76 times (on another day
+4,215 against 4,683, 0.90, and 1,826 against 2,106, 0.87: the same program on a slower machine). It was 0.84 and 0.53
+before attention was put in the layout that products want there: jax 0.10.2 gives products to YNNPACK on such CPUs,
+which takes five times as long for the heads' products when positions stand before heads, and takes the softmax's
+division into them. With rows normalised after the product, a derivative written out, and a causal model's queries in
+halves (a quarter less work) `twelve` takes 1.06 s instead of 1.37, old and new in turn.
+
+**1.5 times the best peer is out of reach there in float32.** An update of `twelve` is 148 GFLOP, 190 with what is
+computed again; jax's best product on the two cores reaches 345 GFLOP/s. 1.5 times 2,854 tokens/s would be 0.48 s an
+update, 0.43 of them products at that peak: 0.05 s for all else, which takes 0.2. What was tried, seconds an update of
+`twelve`:
+
+- `remat` "full" 0.96 to 1.01, "dots" 0.98, "none" 1.19, of which 0.4 the system's, for 250,000 page faults; unrolled
+  instead of scanned 1.16, 1.10, 1.09. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 0.89 to 0.94, 0.87 and 0.99.
+- bfloat16 products with float32 results run at 1.2 to 1.7 TFLOP/s (AMX), but YNNPACK takes no transposed left side,
+  which every gradient of a kernel has, and XLA's transposes are slow: with derivatives written out for it 0.72
+  instead of 0.94; `mini` 0.20, as in float32. The same products three times, for float32's digits, are as slow as
+  float32's.
+- Four parts instead of halves, GELU with its own derivative, YNNPACK switched off
+  (`--xla_cpu_experimental_ynn_fusion_type=`, 1.16): nothing gained.
+- Two devices (`--devices 2`): 0.19 instead of 0.22 at `mini`, 1.15 instead of 1.06 at `twelve`.
+- Three seeds in one program (vmap) at `mini`: 0.80 to 0.87 against 0.81 to 0.85 one after the other.
 
 Where the time goes (`mini`, one thread, about 170 ms; each piece timed alone, then counted): products about 62 at the
 core's peak, attention's own 22, GELU 19, softmax 17, LayerNorms 7, the optimizer 3. GELU through erf instead of erfc,
