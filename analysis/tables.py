@@ -165,7 +165,7 @@ def by_placement(runs: Sequence[Run]) -> dict[str, list[Run]]:
         group = groups.setdefault(run.placement, [])
         for other in group:
             if other.seed == run.seed:
-                raise RecordError(f"{other.path} and {run.path}: both are {run.label}; give each run once")
+                raise RecordError(f"{other.path} and {run.path}: both are {run.label}: want one of each")
             if differing := differences(other.config, run.config) - NOT_COMPARED:
                 raise RecordError(f"{other.path} and {run.path}: more than the seed differs: {min(differing)}")
         group.append(run)

@@ -119,19 +119,23 @@ def _shadowed() -> str | None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C waits until the end: an extension module whose import is broken off can crash the interpreter."""
-    came = []
+    """Signals wait until the end: an extension module whose import is broken off can crash the interpreter."""
+    came: list[signal.Signals] = []
     main_thread = threading.current_thread() is threading.main_thread()
     if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    held = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in held:
+        signal.signal(number, lambda number, _: came.append(signal.Signals(number)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in held.items():
+            signal.signal(number, handler)
     if came:
-        raise KeyboardInterrupt
+        held[came[0]](came[0], None)
 
 
 def _raise_lost_interrupt(lost: "sys.UnraisableHookArgs") -> None:
@@ -143,25 +147,34 @@ def _raise_lost_interrupt(lost: "sys.UnraisableHookArgs") -> None:
         sys.__unraisablehook__(lost)
 
 
-def _leave_stopped(arguments: Sequence[str]) -> NoReturn:
+def _leave_stopped(continuing: bool, status: int) -> NoReturn:
     """End at once: a thread of XLA that still compiles a program would crash as the interpreter is taken down."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    continuing = arguments and arguments[0] in CONTINUING
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     then = "continues" if continuing else "starts from the beginning"
     print(f"sens: stopped; the same command {then}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, AttributeError):  # closed, or not there
             stream.flush()
-    os._exit(EXIT_STOPPED)
+    os._exit(status)
 
 
 def run_and_exit() -> NoReturn:
     """Entry point of the console command."""
     sys.unraisablehook = _raise_lost_interrupt
+    continuing = sys.argv[1:2] != [] and sys.argv[1] in CONTINUING
+    terminated = []
+
+    def terminate(signum: int, _frame: object) -> None:
+        terminated.append(signum)
+        raise KeyboardInterrupt
+
+    if continuing:
+        signal.signal(signal.SIGTERM, terminate)
     try:
         status = main()
     except KeyboardInterrupt:
-        _leave_stopped(sys.argv[1:])
+        _leave_stopped(continuing, EXIT_CONTINUE if terminated else EXIT_STOPPED)
     processes = sys.modules.get("train.processes")  # there if a command that trains was run
     if processes is not None and processes.several() and status not in (0, EXIT_CONTINUE):
         processes.leave(status)

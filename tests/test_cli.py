@@ -11,13 +11,29 @@ import sens.__main__ as cli
 from analysis import records
 from models import ModelConfig
 from tests.trained import contents, finish, start
-from train import directory, loop
+from train import directory, loop, progress
 from train.config import TrainConfig
 from train.presets import PRESETS
+from train.recording import Progress
 
 
 def tiny_run(corpus: Path, out: Path, *more: object) -> list[object]:
     return ["train", "--preset", "tiny", "--source", corpus, "--out", out, *more]
+
+
+# What is shown while it runs.
+
+
+def test_where_there_is_no_terminal_a_line_a_minute_is_written(monkeypatch, capsys):
+    now = Progress(update=3, updates=20, loss=2.5, tokens_per_second=1234.5, mfu=0.4)
+    with progress.training("runs/a") as show:
+        show(now)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0)
+    with progress.training("runs/a") as show, progress.bytes_done("tokenise") as done:
+        show(now)
+        done(1, 3)
+    assert capsys.readouterr().err == "runs/a: 3/20  loss 2.500  1,234 tokens/s  40.0 % of peak\ntokenise: 33 %\n"
 
 
 # Help.
@@ -98,7 +114,10 @@ def test_a_run_that_diverges_is_status_1_and_one_line(run, tmp_path, corpus, mon
         (("train", "--preset", "tiny", "--out", "x", "--warmup", "99"), ("warmup must be in", "99")),
         (("train", "--preset", "tiny", "--out", "x", "--source", "nowhere.txt"), ("nowhere.txt: no such file", "sotu")),
         (("train", "--preset", "tiny", "--out", "x", "--mesh", "rows=2"), ("mesh 'rows=2': want each of data, fsdp",)),
-        (("train", "--preset", "tiny", "--out", "x", "--mesh", "data=3"), ("is 3 devices, but", "--mesh data=1")),
+        (
+            ("train", "--preset", "tiny", "--out", "x", "--mesh", "data=3"),
+            ("3 devices, but there are 1; remedy: axes",),
+        ),
         (("train", "--preset", "tiny", "--out", "x", "--peak-tflops", "0"), ("peak-tflops must be positive, got 0.0",)),
         (("verify", "--lengths", "8", "21"), ("lengths must be from 2 to 20, got 8 21",)),
         (("verify", "--rows", "0"), ("rows must be at least 1, got 0",)),

@@ -200,7 +200,7 @@ def test_another_source_or_tokenizer_is_refused(numbers: Path):
             prepare(*arguments, numbers)
     assert files(numbers) == before
     write(Path(source), ["changed"])
-    with pytest.raises(DataError, match="already holds"):
+    with pytest.raises(DataError, match=r"already holds .* in bytes, and its files or the column changed since"):
         prepare(source, "bytes", numbers)
 
 
@@ -218,6 +218,12 @@ def test_a_finished_data_set_does_without_its_source_but_not_another_nor_an_unfi
     (numbers / "index.json").rename(numbers / "unfinished.json")
     with pytest.raises(DataError, match=r"numbers\.jsonl: no such file"):
         prepare(str(source), "bytes", numbers)
+
+
+def test_a_source_without_text_does_not_take_the_directory(tmp_path: Path):
+    with pytest.raises(DataError, match=r"empty\.txt: holds no text"):
+        prepare(write(tmp_path / "empty.txt", []), "bytes", tmp_path / "out")
+    assert prepare(write(tmp_path / "some.jsonl", ["some"]), "bytes", tmp_path / "out").documents == 1
 
 
 def test_a_directory_with_other_files_is_refused_and_kept(tmp_path: Path):
@@ -332,7 +338,7 @@ def test_damage_is_named(numbers: Path):
         with pytest.raises(DataError, match=f"shard-00000.bin: {len(content) - 3} bytes, expected {len(content)}"):
             call()
     first.unlink()
-    with pytest.raises(DataError, match=r"shard-00000\.bin: 0 bytes, expected"):
+    with pytest.raises(DataError, match=r"shard-00000\.bin: missing; remove the data set and prepare it anew"):
         TokenDataset(numbers, 16)
     first.write_bytes(content[:-2] + b"zz")
     TokenDataset(numbers, 16)

@@ -94,5 +94,5 @@ def test_a_mesh_of_simulated_devices_is_described_and_nothing_is_written(tmp_pat
 
 def test_what_does_not_fit_is_refused_before_anything_is_compiled():
     config = RunConfig(MODEL, TRAIN)
-    with pytest.raises(MeshError, match="n_head 4 does not divide by tensor = 3"):
+    with pytest.raises(MeshError, match="n_head 4 is not divisible by tensor = 3"):
         estimate(config, sharding.parse("tensor=3"))

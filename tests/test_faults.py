@@ -112,6 +112,17 @@ def test_killed_at_twenty_moments_and_stopped_twice_a_run_ends_with_the_same_bit
     jax.tree.map(np.testing.assert_array_equal, final_state(run, config), final_state(undisturbed, config))
 
 
+def test_sigterm_before_the_first_update_means_continue_too(tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(f'{{"text": "{number} {number**3} {number**5}"}}\n' for number in range(200_000)))
+    run = tmp_path / "run"
+    process = start("train", "--preset", "tiny", "--source", text, "--out", run, "--set", "tokenizer=bpe:400")
+    until(process, lambda: (tmp_path / "data").is_dir())  # the vocabulary is being counted
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == (75, "", "sens: stopped; the same command continues\n")
+    assert not run.exists()
+
+
 def stopped(process: subprocess.Popen[str], run: Path, name: str, wanted: int) -> None:
     """One line, the status, and a checkpoint of the last update that is recorded."""
     status, _, err = finish(process)

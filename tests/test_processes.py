@@ -132,6 +132,10 @@ def test_one_process_goes_on_where_two_were_in_the_same_order_of_examples(tmp_pa
             {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
             "JAX_PROCESS_ID must be below JAX_NUM_PROCESSES, got 2 of 2",
         ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "a", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+            "JAX_COORDINATOR_ADDRESS must be host:port, got 'a'",
+        ),
     ],
 )
 def test_an_environment_that_describes_no_processes_is_refused(tmp_path, corpus, monkeypatch, capsys, values, message):

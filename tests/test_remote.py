@@ -236,7 +236,7 @@ def test_an_interrupted_data_set_continues_to_that_of_the_directory(web, tmp_pat
 def test_a_source_that_changed_is_refused(web, tmp_path: Path):
     interrupted("memory://web", tmp_path / "out")
     web.pipe(f"/{DUMP}/000_00002.parquet", parquet(["more"]))
-    with pytest.raises(DataError, match="already holds memory://web in bytes, not memory://web in bytes as it is now"):
+    with pytest.raises(DataError, match="already holds memory://web in bytes, and its files or the column changed"):
         prepare("memory://web", "bytes", tmp_path / "out", shard_bytes=1000)
 
 
@@ -315,7 +315,7 @@ def test_a_file_that_changed_on_the_hub_is_refused(hub, tmp_path: Path):
     name = "sample/10BT/000_00001.parquet"
     whole = hub.files[name]
     hub.files[name] = whole.replace(b"150 some", b"150 Some")
-    with pytest.raises(DataError, match=f"already holds {url} in bytes, not {url} in bytes as it is now"):
+    with pytest.raises(DataError, match=f"already holds {url} in bytes, and its files or the column changed"):
         prepare(url, "bytes", tmp_path / "out", shard_bytes=1000)
     hub.files[name] = whole
     assert prepare(url, "bytes", tmp_path / "out", shard_bytes=1000).documents == len(DOCUMENTS)

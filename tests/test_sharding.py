@@ -43,22 +43,34 @@ def test_a_mesh_is_read_from_its_axes(text, shape):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "8", "data", "data=0", "data=-2", "data=two", "model=2", "data=2,data=4", "data=2;fsdp=4"]
+    ("texts", "message"),
+    [
+        (("", "8", "model=2", "data=2,data=4"), "want each of data, fsdp, tensor at most once, as in data=2,fsdp=4"),
+        (
+            ("data", "data=0", "data=-2", "data=two", "data=2;fsdp=4"),
+            "data must be a whole number of at least 1",
+        ),
+    ],
 )
-def test_what_is_no_mesh_is_refused(text):
-    with pytest.raises(MeshError, match=r"want each of data, fsdp, tensor at most once, as in data=2,fsdp=4"):
-        sharding.parse(text)
+def test_what_is_no_mesh_is_refused(texts, message):
+    for text in texts:
+        with pytest.raises(MeshError, match=f"mesh '{text}': {message}"):
+            sharding.parse(text)
 
 
 @pytest.mark.parametrize(
     ("text", "change", "message"),
     [
-        ("data=2,fsdp=3", {}, r"mesh data=2,fsdp=3,tensor=1 is 6 devices, but there are 8; remedy: --mesh data=8"),
-        ("data=4,fsdp=2", {"micro_batch": 12}, r"micro_batch 12 does not divide by data \* fsdp = 8"),
-        ("tensor=8", {}, r"n_head 4 does not divide by tensor = 8"),
-        ("data=4,tensor=2", {"n_kv_head": 1}, r"n_kv_head 1 does not divide by tensor = 2"),
-        ("data=4,tensor=2", {"d_ff": 33}, r"d_ff 33 does not divide by tensor = 2"),
-        ("fsdp=8", {"d_model": 12}, r"d_model 12 does not divide by fsdp \* tensor = 8"),
+        (
+            "data=2,fsdp=3",
+            {},
+            r"mesh data=2,fsdp=3,tensor=1 is 6 devices, but there are 8; remedy: axes whose product is 8",
+        ),
+        ("data=4,fsdp=2", {"micro_batch": 12}, r"micro_batch 12 is not divisible by data \* fsdp = 8"),
+        ("tensor=8", {}, r"n_head 4 is not divisible by tensor = 8"),
+        ("data=4,tensor=2", {"n_kv_head": 1}, r"n_kv_head 1 is not divisible by tensor = 2"),
+        ("data=4,tensor=2", {"d_ff": 33}, r"d_ff 33 is not divisible by tensor = 2"),
+        ("fsdp=8", {"d_model": 12}, r"d_model 12 is not divisible by fsdp \* tensor = 8"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(text, change, message):

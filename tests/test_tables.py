@@ -119,7 +119,7 @@ def test_empty_record_is_refused(tmp_path):
 def test_mixtures_are_refused(tmp_path):
     a, b = write_run(tmp_path / "a", seed=1), write_run(tmp_path / "b", seed=1)
     deeper = write_run(tmp_path / "deeper", seed=2, n_layer=6)
-    with pytest.raises(RecordError, match="give each run once"):
+    with pytest.raises(RecordError, match="want one of each"):
         table_1(records.read_runs([a, b]))
     with pytest.raises(RecordError, match=r"more than the seed differs: model\.n_layer"):
         table_1(records.read_runs([a, deeper]))

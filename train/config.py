@@ -1,6 +1,7 @@
 """What a run is: the training configuration and the presets, as data."""
 
 import dataclasses
+import math
 from typing import Literal
 
 
@@ -69,6 +70,8 @@ class TrainConfig:
         for name in ("updates", "micro_batch", "accumulation", *cadences, "telemetry_sequences", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be from 0 to {2**31 - 1}, got {self.seed}")
         if not 0 <= self.warmup < self.updates:
             raise ValueError(f"warmup must be in [0, updates), got {self.warmup} of {self.updates} updates")
         for name in ("probe_every", "bounds_every"):
@@ -83,6 +86,9 @@ class TrainConfig:
         for name in ("final_lr", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
         if self.remat not in ("none", "dots", "full"):
             raise ValueError(f"remat must be 'none', 'dots' or 'full', got {self.remat!r}")
         if self.compute_dtype not in ("float32", "bfloat16"):

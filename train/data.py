@@ -155,7 +155,10 @@ class TokenDataset:
                 with path.open("rb") as file:
                     found = hashlib.file_digest(file, "sha256").hexdigest()
                 if found != shard.sha256:
-                    raise DataError(f"{path}: changed since it was written (sha256 {found}, index {shard.sha256})")
+                    raise DataError(
+                        f"{path}: changed since it was written (sha256 {found}, index {shard.sha256});"
+                        " remove the data set and prepare it anew"
+                    )
         self._shards = [np.memmap(path, self.index.dtype, "r") for path in paths]
         self._ends = np.cumsum([shard.tokens for shard in self.index.shards])
         self.tokens = self.index.tokens
@@ -254,15 +257,15 @@ def _make(out: Path, corpus: Source, spec: str, shard_bytes: int, workers: int, 
         index = _read(out / UNFINISHED)
         _check_origin(index, out, corpus, spec)
         _check_sizes(index, out)
-        ready = load_tokenizer(index, out)
+        _check_space(out, corpus, load_tokenizer(index, out), index)
     else:
         size = tokenizers.trained_size(spec)
         ready = tokenizers.load(spec) if size is None else tokenizers.train(corpus.documents(), size)
+        index = _new_index(corpus, spec, ready)
+        _check_space(out, corpus, ready, index)  # before the directory is the source's
         if isinstance(ready, tokenizers.BPETokenizer):
             ready.save(out / tokenizers.FILE)
-        index = _new_index(corpus, spec, ready)
         _write(index, out / UNFINISHED)
-    _check_space(out, corpus, ready, index)
     _tokenise(out, corpus, index, shard_bytes, workers, progress)
 
 
@@ -272,10 +275,9 @@ def _check_origin(index: Index, out: Path, corpus: Source, spec: str) -> None:
     trained = tokenizers.trained_size(spec) is not None
     same = index.tokenizer == spec if trained else index.tokenizer_digest == tokenizers.load(spec).digest
     if index.source_digest != corpus.digest or not same:
-        raise DataError(
-            f"{out}: already holds {index.source} in {index.tokenizer}, not {corpus.name} in {spec}"
-            " as it is now; choose another directory or remove this one"
-        )
+        holds, wanted = f"{index.source} in {index.tokenizer}", f"{corpus.name} in {spec}"
+        why = "and its files or the column changed since" if holds == wanted else f"not {wanted}"
+        raise DataError(f"{out}: already holds {holds}, {why}; choose another directory or remove this one")
 
 
 def _without_source(out: Path, source: str, spec: str, error: SourceGoneError) -> Index:
@@ -325,6 +327,8 @@ def _check_sizes(index: Index, directory: Path) -> None:
         path = directory / shard.file
         expected = shard.tokens * np.dtype(index.dtype).itemsize
         found = path.stat().st_size if path.is_file() else 0
+        if not path.is_file():
+            raise DataError(f"{path}: missing; remove the data set and prepare it anew")
         if found != expected:
             raise DataError(f"{path}: {found} bytes, expected {expected}; remove the data set and prepare it anew")
 

@@ -15,6 +15,12 @@ class RunConfig:
     model: ModelConfig
     train: TrainConfig
 
+    def __post_init__(self) -> None:
+        if not self.model.causal:
+            raise ValueError("training predicts every next token, which a model with causal=false sees: true is wanted")
+        if self.model.head not in ("tied", "untied"):
+            raise ValueError(f"training wants a head that is tied or untied, got {self.model.head!r}")
+
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

@@ -37,6 +37,9 @@ def join() -> None:
         if missing:
             raise ProcessError(f"{given[0]} is set, so {' and '.join(missing)} must be too")
         count, index = _number(COUNT), _number(INDEX)
+        host, _, port = os.environ[COORDINATOR].rpartition(":")
+        if not host or not port.isdecimal():
+            raise ProcessError(f"{COORDINATOR} must be host:port, got {os.environ[COORDINATOR]!r}")
         if not index < count:
             raise ProcessError(f"{INDEX} must be below {COUNT}, got {index} of {count}")
         if count > 1:

@@ -105,6 +105,8 @@ class Recorder:
 
     def _check(self, update: int, values: dict[str, Any], names: Sequence[str]) -> None:
         """Stop before anything of an update is recorded or saved whose named values are not all finite."""
+        helps = "loss" in names and not self._skip_nonfinite
+        skip = ", or --skip-nonfinite to pass over a few such updates" if helps else ""
         for name in names:
             array = np.asarray(values[name])
             if not np.isfinite(array).all():
@@ -112,7 +114,7 @@ class Recorder:
                 raise TrainingError(
                     f"{self._run}: {name} is {array[~np.isfinite(array)].flat[0]} at update {update} (learning rate "
                     f"{float(values['learning_rate']):.3g}); {directory.kept(self._run)}. Remedy: a new run with a "
-                    "lower lr, a longer warmup or a smaller clip, or --skip-nonfinite to pass over a few such updates"
+                    f"lower lr, a longer warmup or a smaller clip{skip}"
                 )
 
 

@@ -14,13 +14,13 @@ from train import progress
 from train.data import prepare
 from train.presets import RunConfig
 from train.probe import DEPTH, ROWS, probe
-from train.sweep import sweep, variants
+from train.sweep import sweep
 
 PLACEMENTS = ("pre", "post")
 
 
-def reproduce(out: Path, config: RunConfig, seeds: Sequence[int]) -> None:
-    """Verify, tokenise, train both placements over the seeds, probe, and write table, figures and report into `out`."""
+def reproduce(out: Path, config: RunConfig, runs: dict[Path, RunConfig]) -> None:
+    """Verify, tokenise, train the runs (`train.sweep.variants`), probe, write table, figures and report into `out`."""
     say = rich.console.Console(highlight=False).print
     out.mkdir(parents=True, exist_ok=True)
     verified = read_verification(out / "verify.json")
@@ -35,7 +35,6 @@ def reproduce(out: Path, config: RunConfig, seeds: Sequence[int]) -> None:
             say(f"[bold]3. Probe[/bold] {run}")
             probe(run)
 
-    runs = variants(out, config, PLACEMENTS, seeds)
     sweep(runs, out / "data", say=lambda words: say(f"[bold]2. Train[/bold] {words}"), after=measure)
     recorded = read_runs(list(runs))
     show_table(recorded)

