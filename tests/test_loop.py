@@ -299,6 +299,15 @@ def test_another_configuration_is_refused_and_nothing_is_touched(finished, corpu
     assert contents(finished) == before
 
 
+def test_a_run_goes_on_with_fewer_checkpoints_kept(tmp_path, finished, corpus):
+    run, before = tmp_path / "run", recorded(finished)
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "checkpoints" / "20")
+    train(run, tiny(corpus, keep=1), finished.parent / "data")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["20"]
+    assert recorded(run) == before
+
+
 def test_another_text_is_refused(tmp_path, finished, corpus):
     other = tmp_path / "other.txt"
     other.write_text(corpus.read_text()[::-1])

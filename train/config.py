@@ -63,7 +63,7 @@ class TrainConfig:
     checkpoint_every: int = 100
     """Updates between checkpoints (also at the last)."""
     keep: int = 2
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints that are kept; a run may go on with another number."""
 
     def __post_init__(self) -> None:
         cadences = ("attention_every", "layers_every", "checkpoint_every")

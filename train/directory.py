@@ -1,6 +1,7 @@
 """A run's directory: whose it is, who may write in it, and whether there is room."""
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import importlib.metadata
@@ -65,7 +66,10 @@ def claim(run: Path, config: RunConfig, dataset: TokenDataset) -> None:
         return
     recorded = records.read_config(run)
     try:
-        changes = difference(from_json(recorded), config)
+        before = from_json(recorded)
+        # How many checkpoints are kept changes no number: it may be lowered where the disk is full.
+        same_keep = dataclasses.replace(config, train=dataclasses.replace(config.train, keep=before.train.keep))
+        changes = difference(before, same_keep)
     except ValueError as error:
         raise records.RecordError(f"{path}: {error}") from error
     if {name: recorded.get("data", {}).get(name) for name in identity} != identity:
