@@ -182,7 +182,9 @@ def truncate(run: Path, update: int) -> None:
                     if not line.endswith("\n") or json.loads(line)["update"] > update:
                         break
                 except (ValueError, KeyError, TypeError) as error:
-                    raise RecordError(f"{path}, line {number}: damaged ({error})") from error
+                    raise RecordError(
+                        f"{path}, line {number}: damaged ({error}); remedy: a copy of the file, or a new run"
+                    ) from error
                 kept.append(line)
         write_text(path, "".join(kept))
 

