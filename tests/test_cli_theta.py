@@ -174,7 +174,8 @@ def test_what_is_said_is_true_of_the_command(command, monkeypatch, capsys):
     def leave(status: int) -> None:
         raise SystemExit(status)
 
-    before = signal.getsignal(signal.SIGINT), cli.sys.unraisablehook
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(cli.sys, "unraisablehook", cli.sys.unraisablehook)
     monkeypatch.setattr(cli, "main", stopped)
     monkeypatch.setattr(cli.os, "_exit", leave)
     monkeypatch.setattr(cli.sys, "argv", ["sens", command])
@@ -182,8 +183,8 @@ def test_what_is_said_is_true_of_the_command(command, monkeypatch, capsys):
         with pytest.raises(SystemExit) as stop:
             cli.run_and_exit()
     finally:
-        signal.signal(signal.SIGINT, before[0])
-        cli.sys.unraisablehook = before[1]
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     assert stop.value.code == 130
     then = {"theta": "starts from the beginning", "reproduce": "continues"}[command]
     assert capsys.readouterr().err == f"sens: stopped; the same command {then}\n"
