@@ -120,15 +120,15 @@ def _shadowed() -> str | None:
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Signals wait until the end: an extension module whose import is broken off can crash the interpreter."""
-    came: list[signal.Signals] = []
+    came: list[int] = []
     main_thread = threading.current_thread() is threading.main_thread()
     if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    held = {number: handler for number, handler in handlers.items() if callable(handler)}
+    ours = (signal.SIGINT, signal.SIGTERM)
+    held = {int(number): handler for number in ours if callable(handler := signal.getsignal(number))}
     for number in held:
-        signal.signal(number, lambda number, _: came.append(signal.Signals(number)))
+        signal.signal(number, lambda number, _: came.append(number))
     try:
         yield
     finally:
@@ -162,7 +162,7 @@ def _leave_stopped(continuing: bool, status: int) -> NoReturn:
 def run_and_exit() -> NoReturn:
     """Entry point of the console command."""
     sys.unraisablehook = _raise_lost_interrupt
-    continuing = sys.argv[1:2] != [] and sys.argv[1] in CONTINUING
+    continuing = len(sys.argv) > 1 and sys.argv[1] in CONTINUING
     terminated = []
 
     def terminate(signum: int, _frame: object) -> None:

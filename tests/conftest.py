@@ -5,8 +5,9 @@
 
 import json
 import os
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_ENABLE_X64", "1")
@@ -81,6 +82,19 @@ def complaint(run):
         return err
 
     return complaint
+
+
+@pytest.fixture
+def refused(complaint, tmp_path: Path) -> Callable[..., None]:
+    """Train on a source that must be refused with a line that is its name and a message; nothing is made."""
+
+    def refused(source: str, message: str, *arguments: str) -> None:
+        out = tmp_path / "run"
+        line = complaint("train", "--preset", "tiny", "--out", out, "--source", source, *arguments)
+        assert re.fullmatch(f"sens: error: {re.escape(source)}{message}\n", line), line
+        assert not out.exists()
+
+    return refused
 
 
 @pytest.fixture(scope="session")

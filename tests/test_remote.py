@@ -1,27 +1,22 @@
 """Sources behind a URL: the same documents and data sets as from a directory, by ranges only, refused in one line."""
 
-import contextlib
-import hashlib
 import io
 import json
 import re
-import socket
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import fsspec
-import fsspec.config
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.hub import FINEWEB, Hub, serving
+from tests.hub import FINEWEB
 from train.data import prepare
-from train.files import DataError, RunWarning
+from train.files import DataError
 from train.text import open_source
 
 DOCUMENTS = [f"{i:03d} {'some words ' * (i % 7)}" for i in range(200)]
@@ -271,93 +266,7 @@ def test_a_connection_that_is_lost_keeps_what_is_done(web, watched, tmp_path: Pa
     assert index.shards == prepare("memory://web", "bytes", tmp_path / "whole", shard_bytes=1000).shards
 
 
-# The hub.
-
-
-@contextlib.contextmanager
-def nowhere() -> Iterator[str]:
-    """An address that is bound and not listened at: whoever connects is turned away."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{free.getsockname()[1]}"
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
-    monkeypatch.setattr(Hub, "files", {f"sample/10BT/{name}": content for name, content in FILES.items()})
-    monkeypatch.setattr(Hub, "ranges", [])
-    with serving() as address:
-        monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": address, "token": False})
-        yield Hub
-
-
-@pytest.mark.parametrize("where", ["/sample/10BT/*.parquet", "@main/sample/10BT", "/sample/10BT/"])
-def test_files_of_the_hub(hub, where: str, tmp_path: Path):
-    source = open_source(f"hf://{FINEWEB}{where}")
-    repository = f"hf://{FINEWEB}{where.split('/')[0]}"
-    assert [file.name for file in source.files] == [f"{repository}/sample/10BT/{name}" for name in FILES]
-    assert [file.tag for file in source.files] == [hashlib.sha1(content).hexdigest() for content in FILES.values()]
-    assert list(source.documents()) == DOCUMENTS
-
-
-def test_a_file_of_the_hub_is_read_by_ranges(hub):
-    documents = [f"{i} {'text ' * 5000}" for i in range(800)]
-    content = hub.files["sample/big.parquet"] = parquet(documents, group=50)
-    source = open_source(f"hf://{FINEWEB}/sample/big.parquet")
-    assert list(source.documents()) == documents
-    assert len(content) > 20e6
-    assert max(hub.ranges) < len(content) / 2
-
-
-def test_a_file_that_changed_on_the_hub_is_refused(hub, tmp_path: Path):
-    url = f"hf://{FINEWEB}/sample/10BT"
-    interrupted(url, tmp_path / "out")
-    name = "sample/10BT/000_00001.parquet"
-    whole = hub.files[name]
-    hub.files[name] = whole.replace(b"150 some", b"150 Some")
-    with pytest.raises(DataError, match=f"already holds {url} in bytes, and its files or the column changed"):
-        prepare(url, "bytes", tmp_path / "out", shard_bytes=1000)
-    hub.files[name] = whole
-    assert prepare(url, "bytes", tmp_path / "out", shard_bytes=1000).documents == len(DOCUMENTS)
-
-
-def test_a_finished_data_set_does_without_the_hub(hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    url = f"hf://{FINEWEB}/sample/10BT"
-    index = prepare(url, "bytes", tmp_path / "out")
-    with nowhere() as address:
-        monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": address, "token": False})
-        with pytest.warns(RunWarning, match=r"10BT: cannot be reached \(ConnectError.*\); .* what was made of it in"):
-            assert prepare(url, "bytes", tmp_path / "out") == index
-
-
 # What is refused, in one line and with status 2.
-
-
-@pytest.fixture
-def refused(complaint, tmp_path: Path) -> Callable[..., None]:
-    def refused(source: str, message: str, *arguments: str) -> None:
-        out = tmp_path / "run"
-        line = complaint("train", "--preset", "tiny", "--out", out, "--source", source, *arguments)
-        assert re.fullmatch(f"sens: error: {re.escape(source)}{message}\n", line), line
-        assert not out.exists()
-
-    return refused
-
-
-@pytest.mark.parametrize("path", ["/absent", "/sample/*.jsonl", "@v9/sample"])
-def test_what_the_hub_does_not_have(hub, refused, path: str):
-    refused(f"hf://{FINEWEB}{path}", ": no such file or directory")
-    refused("hf://datasets/no/such", ": no such file or directory")
-
-
-def test_a_hub_that_cannot_be_reached(refused, monkeypatch: pytest.MonkeyPatch):
-    with nowhere() as address:
-        monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": address, "token": False})
-        refused(
-            f"hf://{FINEWEB}/sample/10BT",
-            r": cannot be reached \(ConnectError: .*\); remedy: check the connection and the URL, or copy the files"
-            " here and name their directory",
-        )
 
 
 def test_what_is_not_there_or_no_text(web, refused):

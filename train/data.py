@@ -326,11 +326,10 @@ def _check_sizes(index: Index, directory: Path) -> None:
     for shard in index.shards:
         path = directory / shard.file
         expected = shard.tokens * np.dtype(index.dtype).itemsize
-        found = path.stat().st_size if path.is_file() else 0
-        if not path.is_file():
-            raise DataError(f"{path}: missing; remove the data set and prepare it anew")
+        found = path.stat().st_size if path.is_file() else None
         if found != expected:
-            raise DataError(f"{path}: {found} bytes, expected {expected}; remove the data set and prepare it anew")
+            what = "missing" if found is None else f"{found} bytes, expected {expected}"
+            raise DataError(f"{path}: {what}; remove the data set and prepare it anew")
 
 
 def _check_space(out: Path, corpus: Source, ready: Tokenizer, index: Index) -> None:

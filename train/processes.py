@@ -37,15 +37,14 @@ def join() -> None:
         if missing:
             raise ProcessError(f"{given[0]} is set, so {' and '.join(missing)} must be too")
         count, index = _number(COUNT), _number(INDEX)
-        host, _, port = os.environ[COORDINATOR].rpartition(":")
+        address = os.environ[COORDINATOR]
+        host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
-            raise ProcessError(f"{COORDINATOR} must be host:port, got {os.environ[COORDINATOR]!r}")
+            raise ProcessError(f"{COORDINATOR} must be host:port, got {address!r}")
         if not index < count:
             raise ProcessError(f"{INDEX} must be below {COUNT}, got {index} of {count}")
         if count > 1:
-            jax.distributed.initialize(
-                os.environ[COORDINATOR], count, index, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
-            )
+            jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     elif "SLURM_STEP_NODELIST" in os.environ and os.environ.get("SLURM_NTASKS", "1") != "1":  # a step of several tasks
         jax.distributed.initialize(cluster_detection_method="slurm", heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
 

@@ -20,13 +20,13 @@ def _bar(*columns: str) -> Progress:
     return Progress(*layout, console=console, disable=not console.is_terminal)
 
 
-def _log(name: str) -> Callable[[str], None]:
-    """Writes a line where there is no bar, when a minute has passed since the last."""
+def _log(bar: Progress, name: str) -> Callable[[str], None]:
+    """Writes a line in place of a bar that is not shown, when a minute has passed since the last."""
     written = time.monotonic()
 
     def write(words: str) -> None:
         nonlocal written
-        if not sys.stderr.isatty() and time.monotonic() - written >= LOG_SECONDS:
+        if bar.disable and time.monotonic() - written >= LOG_SECONDS:
             written = time.monotonic()
             print(f"{name}: {words}", file=sys.stderr, flush=True)
 
@@ -37,7 +37,7 @@ def _log(name: str) -> Callable[[str], None]:
 def training(name: str) -> Iterator[Callable[[loop.Progress], None]]:
     """A line with update, loss, tokens a second and time left, fed by `train.loop.train`'s `on_update`."""
     with _bar("{task.description}", "{task.completed}/{task.total}", "{task.fields[figures]}") as bar:
-        task, log = bar.add_task(name, total=None, figures="compiling"), _log(name)
+        task, log = bar.add_task(name, total=None, figures="compiling"), _log(bar, name)
 
         def show(now: loop.Progress) -> None:
             figures = f"loss {now.loss:.3f}  {now.tokens_per_second:,.0f} tokens/s"
@@ -57,13 +57,13 @@ def counting(name: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextlib.contextmanager
 def bytes_done(name: str) -> Iterator[Callable[[int, int], None]]:
-    """A line with the megabytes of text done, fed by `train.data.prepare`'s `progress`."""
+    """A line with the share of the text that is done, fed by `train.data.prepare`'s `progress`."""
     with _bar("{task.description}", "{task.percentage:>3.0f} %") as bar:
         yield _counted(bar, name, lambda done, total: f"{100 * done / max(total, 1):.0f} %")
 
 
 def _counted(bar: Progress, name: str, words: Callable[[int, int], str]) -> Callable[[int, int], None]:
-    task, log = bar.add_task(name, total=None), _log(name)
+    task, log = bar.add_task(name, total=None), _log(bar, name)
 
     def show(done: int, total: int) -> None:
         bar.update(task, completed=done, total=total)

@@ -105,12 +105,12 @@ class Recorder:
 
     def _check(self, update: int, values: dict[str, Any], names: Sequence[str]) -> None:
         """Stop before anything of an update is recorded or saved whose named values are not all finite."""
-        helps = "loss" in names and not self._skip_nonfinite
-        skip = ", or --skip-nonfinite to pass over a few such updates" if helps else ""
         for name in names:
             array = np.asarray(values[name])
             if not np.isfinite(array).all():
                 self._checkpointer.wait()  # a save under way is that of an update that was finite
+                helps = "loss" in names and not self._skip_nonfinite
+                skip = ", or --skip-nonfinite to pass over a few such updates" if helps else ""
                 raise TrainingError(
                     f"{self._run}: {name} is {array[~np.isfinite(array)].flat[0]} at update {update} (learning rate "
                     f"{float(values['learning_rate']):.3g}); {directory.kept(self._run)}. Remedy: a new run with a "

@@ -16,8 +16,6 @@ from train.presets import RunConfig
 from train.probe import DEPTH, ROWS, probe
 from train.sweep import sweep
 
-PLACEMENTS = ("pre", "post")
-
 
 def reproduce(out: Path, config: RunConfig, runs: dict[Path, RunConfig]) -> None:
     """Verify, tokenise, train the runs (`train.sweep.variants`), probe, write table, figures and report into `out`."""

@@ -36,8 +36,11 @@ def due(update: int, every: int, last: int, *, first: bool = True) -> bool:
 def start(config: RunConfig, mesh: Mesh, update: int, params: Any, sequences: np.ndarray) -> dict[str, Any]:
     """Begin to measure what is due, by table, on this process's part of a micro-batch; nothing is waited for."""
     settings, begun = config.train, {}
-    measured, of_all = sampled_sequences(config, mesh, sequences)
-    tokens = functools.partial(sharding.place, mesh, measured[:, :-1], of_all)
+
+    def tokens() -> jax.Array:
+        measured, of_all = sampled_sequences(config, mesh, sequences)
+        return sharding.place(mesh, measured[:, :-1], of_all)
+
     if due(update, settings.attention_every, settings.updates):
         begun["attention"] = jitted_rows(config.model, sampled_layers(config.model.n_layer), mesh)(params, tokens())
     if due(update, settings.layers_every, settings.updates):

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -35,6 +35,15 @@ def parse(kind: type, command: str, arguments: Sequence[str], default: Any = Non
         rules = [place for place, row in enumerate(rows) if row.startswith("╭") or not row.strip("─-")]
         message = " ".join(rows[rules[0] + 1 : rules[1]]).removeprefix("Error parsing ")
         raise UsageError(f"{message}; see sens {command} --help") from stop
+
+
+@contextlib.contextmanager
+def fitting() -> Iterator[None]:
+    """A configuration's `ValueError` as a `UsageError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def check_directory(out: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from sens.commands import UsageError, check_directory, parse, preset_named, with_settings
+from sens.commands import UsageError, check_directory, fitting, parse, preset_named, with_settings
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -82,12 +82,10 @@ def train(arguments: Sequence[str]) -> None:
     if not options.dry_run:
         check_directory(options.out)
     several = bool(options.seeds or options.placements)
-    try:
+    with fitting():
         config = RunConfig(options.model, options.train)
         seeds, placements = options.seeds or (config.train.seed,), options.placements or (config.model.placement,)
         runs = variants(options.out, config, placements, seeds)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     data = options.data or (options.out if several else options.out.parent) / "data"
     mesh = None if options.mesh is None else sharding.parse(options.mesh)
     if options.dry_run:
@@ -228,13 +226,10 @@ def reproduce(arguments: Sequence[str]) -> None:
 
     options = parse(Reproduce, "reproduce", arguments)
     check_directory(options.out)
-    from train.reproduce import PLACEMENTS
     from train.reproduce import reproduce as run
     from train.sweep import variants
 
-    try:
+    with fitting():
         config = dataclasses.replace(base, train=dataclasses.replace(base.train, source=options.source))
-        runs = variants(options.out, config, PLACEMENTS, options.seeds)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+        runs = variants(options.out, config, ("pre", "post"), options.seeds)
     run(options.out, config, runs)
